@@ -164,8 +164,8 @@ def layer_buckets(files: list, params: list, kind: str) -> Iterator[Bucket]:
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     from moejax.axes import AXES
-    from moejax.resolve.communication import micro_batch_tokens
     from moejax.resolve.kernels import product_widths
+    from moejax.resolve.partition import micro_batch_tokens
     from moejax.resolve.resolved import resolve
     from train.config import gin_reader
 

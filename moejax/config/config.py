@@ -273,13 +273,13 @@ def check_shards(cfg: Config) -> None:
         f"{data if resting > 1 else ''}: use a multiple of {shards * resting}",
     )
     require(
-        not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),
+        not cfg.dispatch.is_local or (group == "expert" and domain in ((1, 1), "auto")),
         f"Dispatch.schedule='{schedule}' places experts along the tensor axis alone: "
         f"use Dispatch.group='expert' and Dispatch.domain=(1, 1), not '{group}' and "
         f"{domain}",
     )
     require(
-        domain == (1, 1) or group != "data_expert",
+        domain in ((1, 1), "auto") or group != "data_expert",
         f"Dispatch.domain={domain} has sizes along dc and expert: use "
         "Dispatch.group='dc_expert' or 'expert', not 'data_expert'",
     )

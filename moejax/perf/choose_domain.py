@@ -26,7 +26,7 @@ they account for a shared uplink.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
@@ -113,23 +113,19 @@ class DomainChoice:
 
 
 def choose(
-    stream: LayerTraffic, calibration: Calibration, max_bytes: float = math.inf
+    stream: LayerTraffic,
+    calibration: Calibration,
+    domains: Sequence[DomainSizes] | None = None,
 ) -> DomainChoice:
-    """Return the domain that takes the least time, of all candidates whose gathered
-    experts take `max_bytes` at most on a device.
+    """Return the domain that takes the least time of `domains`, smallest first; None:
+    of all candidates.
 
     The smallest of equally fast domains is taken.
     """
-    domains = candidates(stream.sizes)
-    fitting = [d for d in domains if gathered_bytes(stream, d) <= max_bytes]
-    predictions = {domain: predict(stream, domain, calibration) for domain in fitting}
+    domains = candidates(stream.sizes) if domains is None else domains
+    predictions = {domain: predict(stream, domain, calibration) for domain in domains}
     chosen = terms.first_fastest(predictions)
     why = f"domain {terms.why(chosen, predictions, domains[0])}"
-    if len(fitting) < len(domains):
-        why += (
-            f"; {len(domains) - len(fitting)} larger ones need more than "
-            f"{1e-6 * max_bytes:.4g} MB for gathered experts"
-        )
     return DomainChoice(chosen, predictions, why)
 
 
@@ -143,16 +139,6 @@ def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
         for whole in sizes.values()
     ]
     return sorted(itertools.product(*divisors), key=lambda d: (math.prod(d), d))
-
-
-def gathered_bytes(stream: LayerTraffic, domain: DomainSizes) -> float:
-    """Return the bytes of one layer's gathered experts on a device.
-
-    They are S P_E, the device's own experts included, in full size whatever the
-    compression, and 0 in a domain of one device.
-    """
-    size = math.prod(domain)
-    return size * stream.expert_bytes if size > 1 else 0.0
 
 
 def share_leaving(domain_size: int, num_devices: int) -> float:

@@ -17,13 +17,12 @@ returns, and what any other takes.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
-from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
 from moejax.rich import shown_by
 
 USUAL = "base"
@@ -122,83 +121,15 @@ class ScheduleChoice:
 def choose(
     shape: MicroBatchShape,
     calibration: Calibration,
-    permitted: Collection[str] | None = None,
+    schedules: Collection[str] | None = None,
 ) -> ScheduleChoice:
-    """Return the fastest of the schedules that can run and are `permitted`.
-
-    None permits all. Raises ValueError as `candidates` does.
-    """
-    permitted = TIMES if permitted is None else permitted
-    names = [name for name in candidates(shape) if name in permitted]
+    """Return the fastest of the schedules; None: of all. Whether one can run with the
+    rest of a configuration is not asked here (moejax.resolve.communication)."""
+    names = [name for name in TIMES if schedules is None or name in schedules]
     predictions = {name: predict(shape, calibration, name) for name in names}
     chosen = terms.first_fastest(predictions)
     usual = USUAL if USUAL in names else chosen
     return ScheduleChoice(chosen, predictions, terms.why(chosen, predictions, usual))
-
-
-def candidates(shape: MicroBatchShape) -> tuple[str, ...]:
-    """Return the schedules that can run with these sizes.
-
-    Raises ValueError with one line of the rules that are broken when none can.
-    """
-    refusals = {name: refusal(shape, name) for name in TIMES}
-    if all(refusals.values()):
-        rules = "; ".join(dict.fromkeys(refusals.values()))
-        raise ValueError(f"no schedule can run: {rules}")
-    return tuple(name for name in TIMES if not refusals[name])
-
-
-def refusal(shape: MicroBatchShape, schedule: str) -> str:
-    """Return the rule that keeps a schedule from running, in a line, or ''."""
-    rules = _rules_of_local if SCHEDULES[schedule].is_local else _rules
-    return next((rule for holds, rule in rules(shape, schedule) if not holds), "")
-
-
-def _rules(shape: MicroBatchShape, schedule: str) -> Iterator[tuple[bool, str]]:
-    """Yield each rule of a schedule in words, and whether the sizes obey it."""
-    tensor, shards, expert = shape.tensor, shape.expert_shards, shape.sizes["expert"]
-    yield (
-        tensor % shards == 0 or expert * tensor % shards == shards % tensor == 0,
-        f"expert_shards={shards} must divide tensor={tensor}, or be {tensor} times a "
-        f"divisor of the expert axis ({expert}): use {tensor}",
-    )
-    yield (
-        shape.d_expert % shards == 0,
-        f"expert_shards={shards} must divide d_expert={shape.d_expert}: use {tensor}, "
-        "or another d_expert",
-    )
-    owners = num_devices(shape.groups["owners"])
-    yield (
-        shape.num_experts % owners == 0,
-        f"num_experts={shape.num_experts} must be divisible by the {owners} owners of "
-        f"experts: use {-(-shape.num_experts // owners) * owners}",
-    )
-    parts = SCHEDULES[schedule].num_parts(tensor, shards)
-    yield (
-        shape.tokens % parts == 0,
-        f"{schedule} splits the tokens of a tensor group ({shape.tokens}) in {parts} "
-        f"parts: use another batch, or '{UNSPLIT}'",
-    )
-
-
-def _rules_of_local(
-    shape: MicroBatchShape, schedule: str
-) -> Iterator[tuple[bool, str]]:
-    """Yield each rule of a local schedule in words, and whether the sizes obey it."""
-    group, tensor = "_".join(shape.sizes), shape.tensor
-    yield (
-        tensor > 1,
-        f"{schedule} needs a tensor axis of several devices: use Mesh.tensor=2",
-    )
-    yield (
-        group == "expert",
-        f"{schedule} needs Dispatch.group='expert', and it is '{group}'",
-    )
-    yield (
-        shape.num_experts % tensor == 0,
-        f"{schedule} needs num_experts={shape.num_experts} to be divisible by "
-        f"tensor={tensor}: use {-(-shape.num_experts // tensor) * tensor}",
-    )
 
 
 def predict(

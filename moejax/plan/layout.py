@@ -381,7 +381,8 @@ class Layout:
         if kwargs.get("halves"):
             assignments_per_device = -(-assignments_per_device // 2)
         tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
-        num_peers = num_devices if domain is None else num_devices // domain.num_devices
+        domain_size = 1 if domain is None else domain.num_devices
+        num_peers = max(num_devices // domain_size, 1)  # 0: _check_domain says why
         senders = num_peers if tensor is None else tensor.num_senders(num_peers)
         if senders == 1:
             kwargs["transport"] = "local"
@@ -588,6 +589,12 @@ def _check_domain(layout: Layout) -> None:
     domain = layout.domain
     if domain is None:
         return
+    if layout.tensor is not None and layout.tensor.inner:
+        raise ValueError(
+            f"domain={domain.shared} needs as many expert shards as the tensor axis "
+            f"has devices ({layout.tensor.size}), and expert_shards="
+            f"{layout.tensor.expert_shards}: use {layout.tensor.size}"
+        )
     if math.prod(domain.sizes) != layout.num_devices or (
         len(domain.sizes) != len(layout.axes)
     ):
@@ -601,12 +608,6 @@ def _check_domain(layout: Layout) -> None:
             f"domain={domain.shared} gathers experts from their owners: use "
             "store='owned' and split='even', not "
             f"store='{layout.store}' and split='{layout.split}'"
-        )
-    if layout.tensor is not None and layout.tensor.inner:
-        raise ValueError(
-            f"domain={domain.shared} needs as many expert shards as the tensor axis "
-            f"has devices ({layout.tensor.size}), and expert_shards="
-            f"{layout.tensor.expert_shards}: use {layout.tensor.size}"
         )
 
 

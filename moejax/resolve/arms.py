@@ -17,7 +17,7 @@ import numpy as np
 from moejax.config import Config, Dispatch
 from moejax.perf.calibration import Calibration, find_line
 from moejax.plan.layout import GATHERED_ONCE, ITEMSIZE
-from moejax.resolve.communication import micro_batch_tokens
+from moejax.resolve.partition import micro_batch_tokens
 from moejax.resolve.resolved import Resolved
 from moejax.resolve.speeds import make_cost_model
 

@@ -1,64 +1,28 @@
 """Choice of how the layers of a run are cut over the mesh, and how rows travel.
 
-'auto' takes the schedule and the domain that are fastest by a calibration's speeds.
+'auto' takes the schedule and the domain that are fastest by a calibration's speeds,
+of those that would run if they were named.
 """
 
+import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh
 
 from moejax.config import Config
 from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
 from moejax.plan.layout import ITEMSIZE
-from moejax.plan.parallel import Domain, Tensor
-from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
+from moejax.resolve import layouts
+from moejax.resolve.partition import (
+    Partition,
+    group_sizes,
+    micro_batch_tokens,
+    partition_of,
+)
 from moejax.resolve.speeds import other_flops_per_device
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition:
-    """Partition of a run's layers over the mesh: owners, tensor axis and domain."""
-
-    axes: tuple[str, ...]
-    """Names of the mesh axes of the group, as in Layout.axes."""
-    num_owners: int
-    """Number of owners of experts in a group."""
-    tensor: Tensor | None
-    """Sizes of the tensor axis and of expert shards; None where both are 1."""
-    domain: Domain | None
-    """Domain whose devices gather one another's experts; None where none do."""
-
-    @property
-    def fields(self) -> dict:
-        """Fields of a Layout that follow from the partition, by name."""
-        return {"axes": self.axes, "tensor": self.tensor, "domain": self.domain}
-
-    def source_tokens(self, tokens: int) -> int:
-        """Return how many of the `tokens` of a tensor group one source routes.
-
-        Raises ValueError where the tensor axis does not divide them.
-        """
-        if self.tensor is None:
-            return tokens
-        tensor = self.tensor
-        if tokens % tensor.num_parts:
-            raise ValueError(
-                f"Dispatch.schedule='{tensor.schedule}' splits the {tokens} tokens of "
-                f"a micro-batch and device over Mesh.tensor={tensor.size}: use a batch "
-                f"and a length whose product {tensor.num_parts} divides"
-            )
-        return tokens // tensor.num_parts * tensor.num_gathered
-
-    def for_any_batch(self, tokens: int) -> "Partition":
-        """Return this partition, if its tensor axis divides `tokens`.
-
-        If not, return it with the schedule that routes all tokens on each device of the
-        tensor axis.
-        """
-        if self.tensor is None or tokens % self.tensor.num_parts == 0:
-            return self
-        tensor = dataclasses.replace(self.tensor, schedule=UNSPLIT)
-        return dataclasses.replace(self, tensor=tensor)
 
 
 class Communication(NamedTuple):
@@ -88,73 +52,76 @@ class Communication(NamedTuple):
         return lines
 
 
-def choose_communication(cfg: Config, calibration: Calibration) -> Communication:
+def choose_communication(
+    cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
+) -> Communication:
     """Return the partition of a run's layers, with schedule and domain chosen.
 
-    Raises ValueError where no candidate can run, and where the calibration lacks a
-    collective that a prediction needs.
+    'auto' chooses among the values that would run if they were named. Raises ValueError
+    where there are none, with the reasons, and where the calibration lacks a collective
+    that a prediction needs.
     """
-    schedule, tensor = None, None
-    if cfg.mesh.tensor > 1 or cfg.expert_shards > 1:
-        name = cfg.dispatch.schedule
-        if name == "auto":
-            candidates = possible_schedules(cfg)
-            schedule = choose_schedule.choose(
-                micro_batch_shape(cfg), calibration, candidates
-            )
-            name = schedule.schedule
-        tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
-    if tensor is not None and tensor.is_local:
-        partition = Partition(("tensor",), cfg.mesh.tensor, tensor, None)
-        return Communication(partition, schedule)
-    sizes = _group_sizes(cfg)
-    domain, choice = _choose_domain(cfg, tensor, calibration)
-    partition = Partition(tuple(sizes), cfg.group_size, tensor, domain)
-    return Communication(partition, schedule, choice)
+    schedule, domain = None, None
+    is_cut = cfg.mesh.tensor > 1 or cfg.expert_shards > 1
+    if is_cut and cfg.dispatch.schedule == "auto":
+        named = _possible(cfg, "schedule", choose_schedule.TIMES, mesh)
+        schedule = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
+        cfg = named[schedule.schedule]
+    if cfg.dispatch.domain == "auto":
+        named = _possible(cfg, "domain", _domains(cfg), mesh)
+        shared = next(iter(named))
+        if len(named) > 1:
+            traffic, has_dc = layer_traffic(cfg, calibration), len(group_sizes(cfg)) > 1
+            sizes = [shared if has_dc else shared[1:] for shared in named]
+            domain = choose_domain.choose(traffic, calibration, sizes)
+            shared = domain.domain if has_dc else (1, *domain.domain)
+        cfg = named[shared]
+    return Communication(partition_of(cfg), schedule, domain)
 
 
-def _choose_domain(
-    cfg: Config, tensor: Tensor | None, calibration: Calibration
-) -> tuple[Domain | None, choose_domain.DomainChoice | None]:
-    """Return the run's domain, if it has one, and its choice, if 'auto' made one."""
-    sizes, dispatch = _group_sizes(cfg), cfg.dispatch
-    shared, choice = dispatch.domain, None
-    is_cut = tensor is not None and bool(tensor.inner)
-    if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
-        shared = (1,) * len(sizes)  # a domain needs whole owners without replicas
-    elif shared == "auto":
-        choice = choose_domain.choose(layer_traffic(cfg, calibration), calibration)
-        shared = choice.domain
-    elif "dc" not in sizes:
-        shared = shared[1:]
-    if max(shared) == 1:
-        return None, choice
-    return Domain(tuple(sizes.values()), shared, dispatch.compression), choice
+def _domains(cfg: Config) -> list[tuple[int, int]]:
+    """Return the domains along (dc, expert) that divide the group, smallest first."""
+    sizes = group_sizes(cfg)
+    if "data" in sizes:
+        return [(1, 1)]
+    dc_and_expert = {"dc": sizes.get("dc", 1), "expert": sizes["expert"]}
+    return choose_domain.candidates(dc_and_expert)
 
 
-def possible_schedules(cfg: Config) -> tuple[str, ...]:
-    """Return the schedules that the rest of the configuration permits."""
-    return tuple(name for name in choose_schedule.TIMES if _is_possible(cfg, name))
+def _possible[T](
+    cfg: Config, field: str, values: Iterable[T], mesh: Mesh | AbstractMesh
+) -> dict[T, Config]:
+    """Return the configuration with each value of a field of Dispatch with which it can
+    run, by value. Raises ValueError, one line, where it can run with none."""
+    possible, names_of = {}, collections.defaultdict(list)
+    for value in values:
+        try:
+            named = _named(cfg, **{field: value})
+            layouts.step_layout(named, partition_of(_without_auto(named)), mesh)
+            possible[value] = named
+        except ValueError as refusal:
+            names_of[str(refusal)].append(repr(value))
+    if possible:
+        return possible
+    if len(names_of) == 1:  # a rule that has nothing to do with the field
+        raise ValueError(*names_of)
+    why = "; ".join(f"{', '.join(names)}: {why}" for why, names in names_of.items())
+    raise ValueError(f"Dispatch.{field}='auto' has no value that can run: {why}")
 
 
-def _is_possible(cfg: Config, schedule: str) -> bool:
-    """Return whether the rest of the configuration permits this schedule."""
-    rules, has_plain_slots = SCHEDULES[schedule], _has_plain_slots(cfg)
-    if cfg.dispatch.transport == "ragged" and not rules.takes_ragged:
-        return False
-    if rules.is_local:
-        return has_plain_slots and cfg.dispatch.domain == (1, 1)
-    num_owners = cfg.group_size
-    num_sources = rules.num_sources(num_owners, cfg.mesh.tensor, cfg.expert_shards)
-    # A split over replicas needs the same number of sources for each owner.
-    return has_plain_slots or num_sources % num_owners == 0
+def _named(cfg: Config, **fields) -> Config:
+    """Return the configuration with these fields of Dispatch. Without a domain there is
+    nothing to compress."""
+    if fields.get("domain") == (1, 1):
+        fields["compression"] = None
+    return dataclasses.replace(
+        cfg, dispatch=dataclasses.replace(cfg.dispatch, **fields)
+    )
 
 
-def _has_plain_slots(cfg: Config) -> bool:
-    """Return whether every expert stays at its owner, without replicas."""
-    dispatch = cfg.dispatch
-    is_home = cfg.balance.policy == "home" and dispatch.store in (None, "owned")
-    return is_home and dispatch.split in (None, "even")
+def _without_auto(cfg: Config) -> Config:
+    """Return the configuration with no domain where the domain is yet to be chosen."""
+    return _named(cfg, domain=(1, 1)) if cfg.dispatch.domain == "auto" else cfg
 
 
 def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
@@ -169,7 +136,7 @@ def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
         itemsize=ITEMSIZE[cfg.model.compute_dtype],
         tensor=cfg.mesh.tensor,
         expert_shards=cfg.expert_shards,
-        sizes=_group_sizes(cfg),
+        sizes=group_sizes(cfg),
         remat=cfg.model.repeats,
     )
 
@@ -185,7 +152,7 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
         expert_bytes=moe.num_experts // cfg.group_size * expert_weights * itemsize,
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
         expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
-        sizes=_group_sizes(cfg),
+        sizes=group_sizes(cfg),
         compression=_achieved_compression(cfg),
         num_micro_batches=cfg.train.accumulate_steps,
         remat=cfg.model.repeats,
@@ -207,17 +174,3 @@ def _achieved_compression(cfg: Config) -> float:
     size = 3 * cfg.model.d_model * cfg.moe.d_expert // cfg.expert_shards
     size //= 1 if "data" in dispatch.group_axes else cfg.mesh.data
     return achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
-
-
-def _group_sizes(cfg: Config) -> dict[str, int]:
-    """Return the number of devices along each mesh axis of Dispatch.group."""
-    return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}
-
-
-def micro_batch_tokens(cfg: Config) -> int:
-    """Return the number of tokens of one micro-batch on one device.
-
-    The devices of a tensor group hold the same tokens.
-    """
-    shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
-    return cfg.train.batch_size // shards * cfg.data.seq_len

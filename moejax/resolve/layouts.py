@@ -20,8 +20,8 @@ from moejax.kernels.tuning import align_rows_for
 from moejax.perf.cost_model import CostModel
 from moejax.plan import shadowing
 from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
-from moejax.resolve.communication import Partition, micro_batch_tokens
 from moejax.resolve.kernels import product_widths
+from moejax.resolve.partition import Partition, micro_batch_tokens
 
 
 def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> Layout:

@@ -28,10 +28,11 @@ from moejax.perf.traffic import max_over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Store
 from moejax.resolve import layouts
-from moejax.resolve.communication import choose_communication, micro_batch_tokens
+from moejax.resolve.communication import choose_communication
 from moejax.resolve.gather import GIB, SAFE
 from moejax.resolve.kernels import choose_kernels
 from moejax.resolve.memory import state_bytes, step_memory
+from moejax.resolve.partition import micro_batch_tokens
 from moejax.resolve.speeds import make_cost_model
 
 AUTO = "auto"
@@ -159,7 +160,7 @@ def _first_layout(
 ) -> Layout:
     """Return the layout of the first step of a configuration. Raises ValueError, with
     the reason, for one that cannot run."""
-    communication = choose_communication(cfg, calibration)
+    communication = choose_communication(cfg, calibration, mesh)
     layout = layouts.step_layout(cfg, communication.partition, mesh)
     layouts.balancer_settings(cfg, layout)
     return layout

@@ -23,14 +23,11 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Gather, Layout
 from moejax.resolve import gather, layouts
-from moejax.resolve.communication import (
-    Communication,
-    choose_communication,
-    micro_batch_tokens,
-)
+from moejax.resolve.communication import Communication, choose_communication
 from moejax.resolve.gather import GatherChoice
 from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
 from moejax.resolve.memory import state_bytes, step_memory
+from moejax.resolve.partition import micro_batch_tokens
 from moejax.resolve.policy import AUTO, PolicyChoice, choose_policy
 from moejax.resolve.speeds import (
     load_calibration,
@@ -243,7 +240,7 @@ def resolve(
     if cfg.balance.policy == AUTO:
         policy = choose_policy(cfg, mesh, calibration, usable_bytes)
         cfg = policy.chosen.applied(cfg)
-    communication = choose_communication(cfg, calibration)
+    communication = choose_communication(cfg, calibration, mesh)
     cost = make_cost_model(cfg, calibration)
     layout = layouts.step_layout(cfg, communication.partition, mesh)
     layout = layouts.with_shadow_prices(layout, cost)

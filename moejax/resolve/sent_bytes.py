@@ -12,11 +12,8 @@ from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import leaving_bytes
 from moejax.perf.cost_model import CostModel
 from moejax.plan.layout import Layout
-from moejax.resolve.communication import (
-    layer_traffic,
-    micro_batch_shape,
-    micro_batch_tokens,
-)
+from moejax.resolve.communication import layer_traffic, micro_batch_shape
+from moejax.resolve.partition import micro_batch_tokens
 from moejax.resolve.speeds import presumed
 
 AXES = ("dc", "data", "expert", "tensor")

@@ -25,8 +25,9 @@ def make_run(cfg: Config) -> Resolved:
 def make_layout(cfg: Config, device: AbstractDevice | None = None) -> Layout:
     """Return the layout of the run's step, without resolving the policy, on devices of
     this kind (default: those of this machine)."""
-    partition = choose_communication(cfg, load_calibration(cfg)).partition
-    return step_layout(cfg, partition, _abstract_mesh(cfg, device))
+    mesh = _abstract_mesh(cfg, device)
+    communication = choose_communication(cfg, load_calibration(cfg), mesh)
+    return step_layout(cfg, communication.partition, mesh)
 
 
 @contextlib.contextmanager
