@@ -52,7 +52,8 @@ class MeshLayout:
     @property
     def replica_axes(self) -> Axes:
         """Axes along which devices compute the same experts for other tokens."""
-        return tuple(axis for axis in self.batch_axes if axis not in self.owner_axes)
+        differ = self.owner_axes + self.shard_axes
+        return tuple(axis for axis in self.batch_axes if axis not in differ)
 
     @property
     def exchanged(self) -> "MeshLayout":

@@ -123,6 +123,7 @@ QUICK = {
     "merged, rounds": grouped(DCS, MERGED, "transient", router=SIGMOID, **SMALL),
     "s1, halves": scheduled(2, 2, 4, "s1", halves=True),
     "s1h, shards over owners, remat": scheduled(2, 4, 4, "s1h", saved=DISPATCH),
+    "s1, shards over owners, whole slots": scheduled(2, 4, 4, "s1", gather="step"),
     "s1h, replicas, one round": scheduled(
         2, 2, 4, "s1h", store="resident", split="local_first", **COPIES, **ALL_ROWS,
     ),
@@ -192,6 +193,10 @@ GRID = {
     "dense, merged": densely(Topology(data=2, expert=2), group="data_expert"),
     "s2, sharded": scheduled(2, 2, 4, "s2", store="sharded", slots_per_device=6),
     "s1, replicas in rounds": scheduled(2, 2, 4, "s1", store="transient", **COPIES),
+    "s1h, shards of half, whole slots": scheduled(4, 2, 2, "s1h", gather="step"),
+    "base, resident, whole slots": scheduled(
+        2, 2, 4, "base", store="resident", gather="step", **COPIES,
+    ),
 }  # fmt: skip
 
 
