@@ -35,10 +35,12 @@ from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
-from moejax.moe.weights import stores
-from moejax.moe.weights.arrival import is_awaited
-from moejax.moe.weights.stores import ExpertWeights, SummedSlots
-from moejax.moe.weights.whole import WholeSlots, whole_slots
+from moejax.moe.weights.slots import (
+    Slots,
+    make_slots,
+    make_slots_of_layers,
+    make_whole,
+)
 from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
@@ -74,9 +76,9 @@ class SlotSource(NamedTuple):
 
     placement: Placement
     layout: Layout
-    slots: ExpertWeights | SummedSlots | None = None
+    slots: Slots | None = None
     """Slots of all layers, made before the first layer runs."""
-    fetch: Callable[..., tuple[WholeSlots, Array | None]] | None = None
+    fetch: Callable[..., tuple[Slots, Array | None]] | None = None
     """Function from one layer's part of `fetched_from` to its slots, and what tells
     that their copies have arrived (moejax.moe.weights.arrival)."""
     fetched_from: Any = None
@@ -116,7 +118,7 @@ class Transformer(nnx.Module):
         placement: Placement,
         layout: Layout,
         step_inputs: StepInputs | None = None,
-        slots: SummedSlots | None = None,
+        slots: Slots | None = None,
         tracked_lsx: Float[Array, "l s x"] | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Return the final hidden states, and the sums of all MoE layers.
@@ -197,34 +199,22 @@ class Transformer(nnx.Module):
         None: no layer waits for copies of the next one's experts."""
         mesh_layout = on_mesh(self.mesh, layout)
         reduce_dtype = self.cfg.model.gradient_reduce_dtype
-        make = partial(
-            stores.slots,
-            mesh_layout=mesh_layout,
-            dtype=self._dtype,
-            gradient_reduce_dtype=reduce_dtype,
-        )
-        weights = self.cycles.moe.master_params()
+        how = mesh_layout, self._dtype, reduce_dtype
+        params = self.cycles.moe.master_params()
         if layout.keeps_slots and slots is None:
-            slots = stores.slots_of_layers(make, self.mesh, weights, placement)
+            slots = make_slots_of_layers(params, placement, self.mesh, *how)
         if not layout.prefetch:
             return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
-        fetched_from = slots
-        if slots is None:
-            fetched_from = weights, placement, tracked_lsx
 
-        def fetch(source) -> tuple[WholeSlots, Array | None]:
-            if isinstance(source, SummedSlots):
-                source = stores.read(source)
-            arrival = None
+        def fetch(source) -> tuple[Slots, Array | None]:
+            made, arrival = source, None
             if slots is None:
-                weights, placement, tracked_sx = source
-                if is_awaited(mesh_layout) and attention_flops is not None:
-                    of_layer = weights, placement, mesh_layout, self._dtype
-                    source, arrival = stores.awaited_slots(*of_layer, attention_flops)
-                else:
-                    source = make(weights, placement, tracked_sx=tracked_sx)
-            return whole_slots(source, mesh_layout, reduce_dtype), arrival
+                params, placement, tracked_sx = source
+                of_layer = params, placement, *how, tracked_sx, attention_flops
+                made, arrival = make_slots(*of_layer)
+            return make_whole(made, mesh_layout, reduce_dtype), arrival
 
+        fetched_from = (params, placement, tracked_lsx) if slots is None else slots
         return SlotSource(placement, layout, None, fetch, fetched_from)
 
     def _run(
@@ -261,11 +251,11 @@ class Transformer(nnx.Module):
                 return (y_btd,), sums
 
             def run_moe(layer, parts):
-                ready = stores.read(slots) if isinstance(slots, SummedSlots) else slots
+                ready = slots
                 if slots is None and tracked_sx is not None:
-                    of_layer = placement, setup.mesh_layout, self._dtype
-                    of_layer += (setup.gradient_reduce_dtype, tracked_sx)
-                    ready = layer.slots(*of_layer)
+                    how = setup.mesh_layout, self._dtype, setup.gradient_reduce_dtype
+                    of_layer = layer.master_params(), placement, *how, tracked_sx
+                    ready, _ = make_slots(*of_layer)
                 given = (jitter_btd, forced_btk)
                 cut_given = (
                     (None,) * len(parts) if v is None else cut(v) for v in given
@@ -374,7 +364,7 @@ def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Netwo
         # Experts learn through their slots alone.
         layers = nnx.map_state(_without_gradient, params), per_layer
 
-        def fetch(source) -> tuple[list[WholeSlots], list[Array | None]]:
+        def fetch(source) -> tuple[list[Slots], list[Array | None]]:
             made = [slot_source.fetch(each) for each in unstack(source, num_moe)]
             return tuple(map(list, zip(*made)))
 

@@ -24,6 +24,7 @@ from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
+from moejax.moe.weights.slots import own_experts
 
 
 def dense(
@@ -46,8 +47,7 @@ def dense(
     batch = P(mesh_layout.batch_axes)
     optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
     static = Static.of(setup)
-    master_params = stores.join_gate_up(layer.master_params(), x_btd.dtype)
-    specs = stores.slot_specs(mesh_layout, master_params)
+    experts = own_experts(layer.master_params(), x_btd.dtype)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
@@ -56,13 +56,13 @@ def dense(
             setup.router_spec,
             P(),
             P(),
-            specs,
+            experts.specs(mesh_layout),
             dict.fromkeys(optional, batch),
         ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
     router = layer.router_de[...], layer.biases()
-    return body(x_btd, *router, placement.owned_le, master_params, optional)
+    return body(x_btd, *router, placement.owned_le, experts.weights, optional)
 
 
 def _body(

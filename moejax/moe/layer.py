@@ -38,7 +38,7 @@ from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
 from moejax.moe.weights.arrival import arrival_spec, wait_for
 from moejax.moe.weights.gather import Rest, gather
-from moejax.moe.weights.whole import WholeSlots, whole, whole_spec
+from moejax.moe.weights.slots import Slots, make_slots, own_experts, whole
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 
@@ -111,22 +111,6 @@ class MoeLayer(nnx.Module):
         logit_bias_e if there is one."""
         return self._given("bias_e", "logit_bias_e")
 
-    def slots(
-        self,
-        placement: Placement,
-        mesh_layout: MeshLayout,
-        dtype,
-        gradient_reduce_dtype: str,
-        tracked_sx: Float[Array, "s x"] | None = None,
-    ) -> stores.ExpertWeights:
-        """Return the weights of all slots, made from the float32 parameters.
-
-        `tracked_sx` are the copies of compressed experts that the domains hold; None:
-        experts travel uncompressed.
-        """
-        of_layer = placement, mesh_layout, dtype, gradient_reduce_dtype
-        return stores.slots(self.master_params(), *of_layer, tracked_sx)
-
     def master_params(self) -> stores.ExpertWeights:
         """Return the float32 weights of all experts: gate_edf, up_edf, down_efd, and
         their biases if they have any."""
@@ -146,7 +130,7 @@ def moe_layer(
     *,
     jitter_btd: Float[Array, "b t d"] | None = None,
     forced_btk: Int[Array, "b t k"] | None = None,
-    slots: stores.ExpertWeights | WholeSlots | None = None,
+    slots: Slots | None = None,
     experts: Experts | None = None,
 ) -> tuple[Float[Array, "b t d"], LayerSums]:
     """Return the output of an MoE layer, and sums for losses and statistics.
@@ -164,7 +148,7 @@ def moe_layer(
     `params` are those of MoeLayer by name. `placement` is of one
     layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
     `forced_btk` replaces its choice; `slots` are the weights of all slots where they
-    exist already, gathered (WholeSlots) or not; `experts` computes the rows of a
+    exist already; `experts` computes the rows of a
     device's slots (None: `swiglu`, by the layout's kernels).
 
     Raises ValueError, one line, for shapes that do not fit the setup.
@@ -191,7 +175,7 @@ def moe_layer_of_parts(
     placement: Placement,
     setup: LayerSetup,
     *,
-    slots: stores.ExpertWeights | None = None,
+    slots: Slots | None = None,
     experts: Experts | None = None,
     arrival: Int[Array, " w"] | None = None,
 ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
@@ -222,29 +206,27 @@ def moe_layer_of_parts(
     )
     if slots is None:
         slots = _slots(params, placement, setup, dtype)
-    batch, slot_specs = P(mesh_layout.batch_axes), whole_spec(mesh_layout)
-    if not isinstance(slots, WholeSlots):
-        slot_specs = stores.slot_specs(mesh_layout, slots)
+    batch = P(mesh_layout.batch_axes)
     experts = experts or make_experts(setup.moe, mesh_layout)
     static = Static.of(setup, experts)
     body = jax.shard_map(
-        partial(_body, static=static),
+        partial(_body, are_whole=slots.is_whole, static=static),
         mesh=mesh_layout.mesh,
         in_specs=(
             batch,
             setup.router_spec,
             P(),
             P(),
-            slot_specs,
+            slots.specs(mesh_layout),
             arrival_spec(mesh_layout),
         ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    y_parts, sums = body(parts, *router, placement, slots, arrival)
+    y_parts, sums = body(parts, *router, placement, slots.read(), arrival)
     return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
-def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
+def _slots(params, placement, setup: LayerSetup, dtype) -> Slots:
     """Return the weights of all slots. With a split that makes replicas return those of
     the device's own experts alone: copies travel later, when the loads are known."""
     experts = {
@@ -253,9 +235,9 @@ def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
         if name in params
     }
     if setup.layout.makes_replicas:
-        return stores.join_gate_up(experts, dtype)
-    reduce_dtype = setup.gradient_reduce_dtype
-    return stores.slots(experts, placement, setup.mesh_layout, dtype, reduce_dtype)
+        return own_experts(experts, dtype)
+    how = setup.mesh_layout, dtype, setup.gradient_reduce_dtype
+    return make_slots(experts, placement, *how)[0]
 
 
 def _reshard(value: Array, where) -> Array:
@@ -308,17 +290,17 @@ class _Stream(NamedTuple):
     routes: Routes
 
 
-def _body(parts, router_de, biases, placement, slots, arrival, *, static: Static):
+def _body(
+    parts, router_de, biases, placement, weights, arrival, *, are_whole, static: Static
+):
     """Compute the layer for parts of the sequences of one device. Devices along the
-    tensor axis have the same sequences."""
+    tensor axis have the same sequences. `weights` are those of its slots."""
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
     given = [_enter(part, exchanged) for part in parts]
     x_nd, (_, t, _) = given[0].x_btd, parts[0].x_btd.shape
     route = partial(_route, static.whole_router(router_de, x_nd), biases, static=static)
-    if isinstance(slots, WholeSlots):
-        weights = slots.weights
-    else:
-        weights = whole(slots, x_nd, mesh_layout, static.gradient_reduce_dtype)
+    if not are_whole:
+        weights = whole(weights, x_nd, mesh_layout, static.gradient_reduce_dtype)
     y_parts, sums = [], []
     for part, entered in zip(parts, given):
         routes, score_ne, logit_ne = route(entered)
@@ -388,7 +370,7 @@ def _travel(stream: _Stream, weights, placement, static: Static):
     if mesh_layout.layout.makes_replicas:  # so far own experts; add copies
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
-            weights = stores.gather_copies(weights, used, mesh_layout)
+            weights, _ = stores.gather_copies(weights, used, mesh_layout)
     y_nd = exchange(stream.x_nd, gate_nk, weights, sent, static.experts, exchanged)
     return y_nd, sent
 

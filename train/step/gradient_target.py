@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.moe.weights import stores
+from moejax.moe.weights.slots import Slots, make_slots_of_layers
 from moejax.resolve.resolved import Resolved
 from train.step import expert_params
 from train.step.state import TrainState
@@ -29,9 +29,9 @@ class GradientTarget(NamedTuple):
 
     values: Any
     """Tree of the arrays by which each micro-batch differentiates its loss. In place of
-    the slots it has zeros, to which the slots' gradients go (stores.SummedSlots)."""
+    the weights of slots it has zeros, to which their gradients go."""
     split: Callable
-    """split(values) -> parameters, stores.SummedSlots of all layers or None."""
+    """split(values) -> parameters, Slots of all layers or None."""
     to_params: Callable
     """to_params(grads) -> gradients of the parameters; `grads` are those of `values`,
     summed over micro-batches."""
@@ -51,14 +51,12 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
     master_params, others = expert_params.take(state.params)
     dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
 
-    def make(master_params, placement):
-        of_run = mesh_layout, dtype, run.cfg.model.gradient_reduce_dtype
-        return stores.slots(master_params, placement, *of_run)
+    how = mesh_layout, dtype, run.cfg.model.gradient_reduce_dtype
 
-    slots, pull_back = jax.vjp(
-        lambda experts: stores.slots_of_layers(make, run.mesh, experts, placement),
-        master_params,
-    )
+    def make(experts):
+        return make_slots_of_layers(experts, placement, run.mesh, *how).weights
+
+    slots, pull_back = jax.vjp(make, master_params)
 
     def to_params(grads):
         other_grads, slot_grads = grads
@@ -88,5 +86,5 @@ def _zeros_after(arrays, like):
 def _join(master_params, slots, values):
     """Return the tree of all parameters, experts included, and the slots."""
     others, gradients = values
-    summed = stores.SummedSlots(slots, gradients)
+    summed = Slots(slots, gradients)
     return expert_params.put(others, master_params), summed

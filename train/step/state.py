@@ -15,8 +15,8 @@ from moejax import axes
 from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
-from moejax.moe.weights import stores
 from moejax.moe.weights.domains import tracked_axes
+from moejax.moe.weights.slots import track_experts
 from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved
 from train.step import expert_params
@@ -152,7 +152,7 @@ def with_tracked(state: TrainState, run: Resolved) -> TrainState:
         return state
     dtype = jnp.dtype(run.cfg.model.compute_dtype)
     master_params, _ = expert_params.take(state.params)
-    tracked = stores.track_experts(master_params, state.tracked, run.mesh_layout, dtype)
+    tracked = track_experts(master_params, state.tracked, run.mesh_layout, dtype)
     return state.replace(tracked=tracked)
 
 

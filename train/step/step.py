@@ -15,7 +15,7 @@ from moejax.model.transformer import StepInputs
 from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
-from moejax.moe.weights.stores import SummedSlots
+from moejax.moe.weights.slots import Slots
 from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
 from train.step.gradient_target import gradient_target
@@ -84,7 +84,7 @@ class LossInputs(NamedTuple):
     is_training: bool
     micro_batch: jax.Array | int = 0
     """Number of the micro-batch within its step, from 0."""
-    slots: SummedSlots | None = None
+    slots: Slots | None = None
     """Slots of all layers, if they were made before the loss. None: each layer makes
     its slots from the parameters."""
     tracked: jax.Array | None = None

@@ -1,6 +1,6 @@
 """Stores: how expert weights reach the slots of a device, and gradients come back.
 
-    slots(weights, placement, mesh_layout, dtype, ..) -> slot weights, differentiable
+    STORES[store](own, placement, mesh_layout) -> weights of the slots, offers
 
     owned       slots are the own experts of their device: nothing travels
     transient,  owners cut the experts that they offer into slices and scatter these;
@@ -18,13 +18,9 @@ Gradients go back the same way. Those of replicas are summed where their slices 
 float32 and in a fixed order, and then once more at the owner.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -33,11 +29,7 @@ from moejax.kernels import varying_alike
 from moejax.kernels.device import device_here
 from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
-from moejax.moe.weights.arrival import arrival_spec, fits_in_attention, zero_of
 from moejax.moe.weights.compression import ExpertWeights
-from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
-from moejax.moe.weights.gather import Rest, gather
-from moejax.moe.weights.over_layers import over_layers
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
 """Names of the matrices of an MoE layer's experts."""
@@ -45,8 +37,8 @@ EXPERT_BIASES = ("gate_bias_ef", "up_bias_ef", "down_bias_ew")
 """Names of their biases (Moe.expert_bias). The letter w is the width of the output. It
 rests in as many parts as the hidden width f, so that biases travel as matrices do."""
 SLOT_DIMS = {"into": "ed2f", "down": "efd", "into_bias": "e2f", "down_bias": "ew"}
-"""Names of slot weights and the letters of their dims, where e counts the slots of all
-devices: `into` has gate beside up."""
+"""Names of the weights of slots and the letters of their dims, where e counts the slots
+of all devices: `into` has gate beside up."""
 WIDTHS = "fw"
 """Letters of the dims that are split where weights rest; each weight has one."""
 MIN_SEGMENTS = 32
@@ -67,38 +59,6 @@ def width_dim(dims: str) -> int:
     return next(i for i, letter in enumerate(dims) if letter in WIDTHS)
 
 
-class SummedSlots(NamedTuple):
-    """Slots whose gradients are summed over micro-batches, of one layer or of all."""
-
-    weights: ExpertWeights
-    """The weights, in the compute dtype."""
-    gradients: ExpertWeights
-    """Arrays of the same shapes, in the dtype of the sums, to which `read` sends the
-    gradients of `weights`. Their values are not read."""
-
-
-@jax.custom_vjp
-def read(slots: SummedSlots) -> ExpertWeights:
-    """Return the weights. Their gradients go to `slots.gradients`, in its dtype.
-
-    A layer reads its slots here, so that its gradients are widened and added to their
-    sum before the next layer has any.
-    """
-    return slots.weights
-
-
-def _read_forward(slots):
-    return slots.weights, jax.tree.map(lambda leaf: leaf.dtype.type(0), slots.gradients)
-
-
-def _read_backward(zeros, d_weights):
-    widened = jax.tree.map(lambda d, zero: d.astype(zero.dtype), d_weights, zeros)
-    return (SummedSlots(jax.tree.map(jnp.zeros_like, d_weights), widened),)
-
-
-read.defvjp(_read_forward, _read_backward)
-
-
 def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
     """Return the PartitionSpec of an expert parameter with these dims, such as 'edf'.
 
@@ -113,174 +73,31 @@ def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
     return spec(*(where.get(dim, ()) for dim in dims))
 
 
-def slot_specs(mesh_layout: MeshLayout, names: Iterable[str]) -> dict[str, P]:
-    """Return the PartitionSpecs of slot weights: each device has its own slots.
-
-    Their hidden width is still split over the axes over which parameters are stored,
-    if it is gathered in each layer. Slots that are gathered once a step have no width
-    left to split: every device has its own whole slots, also where others have equal
-    ones, so that gradients of slots differ between devices until they are summed.
-    """
-    if mesh_layout.layout.gather == "step":
-        experts = mesh_layout.replica_axes + mesh_layout.owner_axes
-        where = {"e": experts} | dict.fromkeys(WIDTHS, mesh_layout.shard_axes)
-        return {n: spec(*(where.get(dim, ()) for dim in SLOT_DIMS[n])) for n in names}
-    return {n: master_param_spec(SLOT_DIMS[n], "owned", mesh_layout) for n in names}
-
-
-def slots(
-    weights: ExpertWeights,
-    placement: Placement,
-    mesh_layout: MeshLayout,
-    dtype,
-    gradient_reduce_dtype: str,
-    tracked_sx: Float[Array, "s x"] | None = None,
-) -> ExpertWeights:
-    """Return the expert weights of one layer's slots: `into` [s, d, 2, f] and `down`
-    [s, f, d], and biases where experts have them, in `dtype`.
-
-    They are split as `slot_specs` says, and whole if they are gathered once a step.
-    `weights` are the parameters gate_edf, up_edf
-    and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
-    domain each device has the slots of all members, and gradients travel between them
-    in `gradient_reduce_dtype` (Model.gradient_reduce_dtype). If `tracked_sx` is given,
-    other members' slots are the estimates in it.
-    """
-    store, own = mesh_layout.layout.store, join_gate_up(weights, dtype)
-    specs = {n: master_param_spec(SLOT_DIMS[n], store, mesh_layout) for n in own}
-
-    def body(master_params, placement, tracked_sx):
-        slots = STORES[store](master_params, placement, mesh_layout)
-        if mesh_layout.layout.gather == "step":
-            return gather_width(slots, mesh_layout, gradient_reduce_dtype)
-        args = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
-        return gather_in_domain(*args)
-
-    tracked_spec = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
-    return jax.shard_map(
-        jax.named_scope("slots")(body),
-        mesh=mesh_layout.mesh,
-        in_specs=(specs, P(), tracked_spec),
-        out_specs=slot_specs(mesh_layout, own),
-    )(own, placement, tracked_sx)
-
-
-def awaited_slots(
-    weights: ExpertWeights,
-    placement: Placement,
-    mesh_layout: MeshLayout,
-    dtype,
-    attention_flops: float,
-) -> tuple[ExpertWeights, Int[Array, " w"]]:
-    """Return the slots of one layer, as `slots` does where `arrival.is_awaited`, and a
-    zero of each device for which the rows of the layer before can wait.
-
-    It is known when what travels under the attention of that layer has arrived: the
-    copies, or the offers alone if both take longer than `attention_flops`.
-    """
-    own = join_gate_up(weights, dtype)
-    specs = {n: master_param_spec(SLOT_DIMS[n], "transient", mesh_layout) for n in own}
-
-    def body(master_params, placement):
-        parts = list(master_params.values())
-        slots, offers_px = gather_in_parts(master_params, placement, mesh_layout)
-        is_short = fits_in_attention(parts, mesh_layout, attention_flops)
-        return slots, zero_of(slots["down"] if is_short else offers_px)
-
-    return jax.shard_map(
-        jax.named_scope("slots")(body),
-        mesh=mesh_layout.mesh,
-        in_specs=(specs, P()),
-        out_specs=(slot_specs(mesh_layout, own), arrival_spec(mesh_layout)),
-    )(own, placement)
-
-
-def gather_width(
-    slots: ExpertWeights, mesh_layout: MeshLayout, gradient_reduce_dtype: str
-) -> ExpertWeights:
-    """Return slots with their whole hidden width, from this device's part of it.
-
-    The transpose sums the gradients of all devices that compute the same experts, and
-    scatters them to where the width rests.
-    """
-    rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
-    tokens = jax.lax.pcast(jnp.zeros(()), mesh_layout.batch_axes, to="varying")
-    dims = {n: width_dim(SLOT_DIMS[n]) for n in slots}
-    return {n: gather((slots[n],), (dims[n],), tokens, rest)[0] for n in slots}
-
-
-def track_experts(
-    weights: ExpertWeights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
-) -> Float[Array, "l s x"]:
-    """Return the estimates of compressed experts that the devices of a domain hold,
-    updated for the current parameters, for all layers.
-
-    `weights` are the expert parameters [l, e, ..] (moejax.moe.weights.domains.track).
-    """
-    store = mesh_layout.layout.store
-    specs = {
-        n: P(None, *master_param_spec(SLOT_DIMS[n], store, mesh_layout))
-        for n in ("into", "down")
-    }
-    experts = jax.vmap(lambda weights: join_gate_up(weights, dtype))(weights)
-    return track(experts, tracked_lsx, mesh_layout, specs)
-
-
-@jax.named_scope("slots")
-def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
-    """Return expert parameters in `dtype` and in the form of slots, gate beside up."""
-    gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
-    joined = {
-        "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
-        "down": weights["down_efd"].astype(dtype),
-    }
-    if "down_bias_ew" in weights:
-        both = [weights[name].astype(dtype) for name in EXPERT_BIASES[:2]]
-        joined["into_bias"] = jnp.stack(both, axis=1)
-        joined["down_bias"] = weights["down_bias_ew"].astype(dtype)
-    return joined
-
-
-@jax.named_scope("slots")
-def slots_of_layers(make, mesh: Mesh, *of_layers) -> ExpertWeights:
-    """Return the slots of all layers on a mesh, made one layer after the other.
-
-    `make(weights, placement, ..)` makes those of one layer. `of_layers` are its
-    arguments with a leading layer dim.
-    """
-
-    return over_layers(lambda args: make(*args), of_layers, mesh)
-
-
-def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> ExpertWeights:
+def keep_owned(
+    own: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> tuple[ExpertWeights, None]:
     """Return the experts that this device owns as its slots."""
-    return master_params
+    return own, None
 
 
 def gather_copies(
-    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
-) -> ExpertWeights:
-    """Fill the slots with the device's own experts and with copies of others'."""
-    return gather_in_parts(master_params, placement, mesh_layout)[0]
-
-
-def gather_in_parts(
-    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+    own: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
 ) -> tuple[ExpertWeights, Float[Array, "p x"] | None]:
-    """Return the slots of `gather_copies`, and the slices of all offers, which arrive
-    before copies are made from them; None where nothing travels."""
+    """Fill the slots with the device's own experts and with copies of others'. Return
+    also the slices of all offers, which arrive before copies are made from them; None
+    where nothing travels."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
     group = mesh_layout.owner_axes
-    copies, offers_px = [own[:0] for own in master_params.values()], None
+    copies, offers_px = [weight[:0] for weight in own.values()], None
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = placement.offer_lwo[me]
-        offered = [pick(own, offer_o) for own in master_params.values()]
+        offered = [pick(weight, offer_o) for weight in own.values()]
         offers_px = scatter_offers(offered, len(placement.want_lwc), group)
         copies = gather_wanted(offers_px, offered, placement.want_lwc, group)
     slots = {
-        name: pick(jnp.concatenate([own, copy]), fill_s)
-        for (name, own), copy in zip(master_params.items(), copies)
+        name: pick(jnp.concatenate([weight, copy]), fill_s)
+        for (name, weight), copy in zip(own.items(), copies)
     }
     return slots, offers_px
 
@@ -329,23 +146,20 @@ def gather_wanted(
 
 
 def gather_sharded(
-    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
-) -> ExpertWeights:
+    own: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> tuple[ExpertWeights, None]:
     """Return slots that are gathered from all devices' slices of the experts."""
-    table_p = placement.slot_to_expert_lp
+    table_p, group = placement.slot_to_expert_lp, mesh_layout.owner_axes
 
     def gather(part_exx: Array, width_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
-        if not (group := mesh_layout.owner_axes):
+        if not group:
             return slices_pxx
         return jax.lax.all_to_all(
             slices_pxx, group, split_axis=0, concat_axis=width_dim, tiled=True
         )
 
-    return {
-        name: gather(part_exx, width_dim(SLOT_DIMS[name]))
-        for name, part_exx in master_params.items()
-    }
+    return {n: gather(own[n], width_dim(SLOT_DIMS[n])) for n in own}, None
 
 
 STORES = {
@@ -354,7 +168,8 @@ STORES = {
     "resident": gather_copies,
     "sharded": gather_sharded,
 }
-"""Functions from own expert weights to slots, inside shard_map, by store."""
+"""Functions from own experts to slots, inside shard_map, by store. The second result is
+what of other devices' experts arrives first, or None."""
 
 
 @jax.custom_vjp

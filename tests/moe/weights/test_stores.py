@@ -15,7 +15,7 @@ import pytest
 
 from moejax.axes import make_mesh
 from moejax.moe.mesh_roles import on_mesh
-from moejax.moe.weights import stores
+from moejax.moe.weights import slots, stores
 from moejax.plan.expert_plan import CopyTables, ExpertPlan, copy_tables, find_copies
 from moejax.plan.layout import Layout
 from tests.support.close import assert_close
@@ -48,13 +48,15 @@ def make_slots(layout: Layout, dtype: str):
     mesh_layout = on_mesh(make_mesh(TOPOLOGY), layout)
 
     def run(master_params, placement, d_slots):
-        slots, pull = jax.vjp(
-            lambda master_params: stores.slots(
-                master_params, placement, mesh_layout, dtype, "float32"
+        made, pull = jax.vjp(
+            lambda master_params: (
+                slots.make_slots(
+                    master_params, placement, mesh_layout, dtype, "float32"
+                )[0].weights
             ),
             master_params,
         )
-        return slots, pull(jax.tree.map(lambda leaf: leaf.astype(dtype), d_slots))[0]
+        return made, pull(jax.tree.map(lambda leaf: leaf.astype(dtype), d_slots))[0]
 
     return jax.jit(run, compiler_options=QUICK)
 
@@ -78,7 +80,7 @@ def slots_case(layout: Layout, plan: ExpertPlan):
     return master_params, placed(plan, layout), d_slots
 
 
-def slots_run(layout, plan, dtype, master_params, placement, d_slots):
+def run_slots(layout, plan, dtype, master_params, placement, d_slots):
     """Return the slots, and the gradients in logical order, as NumPy arrays."""
     owned_e = plan.owned_le[0]
     master_params = {name: leaf[owned_e] for name, leaf in master_params.items()}
@@ -114,7 +116,7 @@ def check_slots(store: str, dtype: str, num_random: int) -> None:
     layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, num_random):
         master_params, placement, d_slots = slots_case(layout, plan)
-        slots, grads = slots_run(layout, plan, dtype, master_params, placement, d_slots)
+        slots, grads = run_slots(layout, plan, dtype, master_params, placement, d_slots)
         expert_p = plan.slot_to_expert_lp[0]
         is_full_p = (expert_p >= 0)[:, None, None]
         wide = {
@@ -145,7 +147,7 @@ def test_a_gradient_that_is_not_finite_reaches_its_expert(store, value):
         master_params, placement, d_slots = slots_case(layout, plan)
         slot = int(np.flatnonzero(plan.slot_to_expert_lp[0] == 0)[-1])
         d_slots["down"][slot, 3, 5] = value
-        _, grads = slots_run(layout, plan, "float32", master_params, placement, d_slots)
+        _, grads = run_slots(layout, plan, "float32", master_params, placement, d_slots)
         assert not np.isfinite(grads["down_efd"][0, 3, 5])
 
 
