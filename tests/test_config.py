@@ -78,8 +78,6 @@ MINIMA = {
     },
     Dispatch: {
         **dict.fromkeys(["rows_per_peer", "slots_per_device", "expert_shards"], 1),
-        **dict.fromkeys(["offers_per_device", "copies_per_device"], 0),
-        "home_chunks": 1,
     },
     Router: {
         **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.balance import overflows
+from moejax.balance import codec, overflows
 from moejax.moe.types import Placement, Windows
 from moejax.resolve.resolved import Resolved
 from train.balance.ahead import Steps
@@ -64,11 +64,11 @@ class InFlight:
     def restore(self, meta: dict | None) -> None:
         """Go on with the overflows seen before a checkpoint, from its meta record."""
         if meta is not None and meta.get("overflows"):
-            self._state = overflows.State.from_json(meta["overflows"])
+            self._state = codec.loads(meta["overflows"])
 
     def meta(self) -> dict[str, Any]:
         """Return the part of a checkpoint's meta record that `restore` reads."""
-        return {"overflows": self._state.to_json() if self.may_redo else None}
+        return {"overflows": codec.dumps(self._state) if self.may_redo else None}
 
     def is_ready(self) -> bool:
         """Return whether devices have computed all steps that were dispatched."""

@@ -8,8 +8,6 @@ return the same type.
 """
 
 import dataclasses
-import json
-from typing import Any
 
 from moejax.balance.decision import Decision
 from moejax.balance.settings import Settings
@@ -101,27 +99,3 @@ def refuse[S: Adoptions](state: S) -> S:
     """Return the state without the pending relayout, which could not be compiled."""
     assert state.relayout is not None, "no relayout is pending"
     return dataclasses.replace(state, relayout=None)
-
-
-def to_json(state: Adoptions) -> str:
-    """Return JSON from which `fields` restores what every process must know."""
-    return json.dumps(
-        {
-            "layout": dataclasses.asdict(state.layout),
-            "plan": state.plan.to_json(),
-            "swaps": [swap.to_json() for swap in state.swaps],
-            "relayout": None if state.relayout is None else state.relayout.to_json(),
-        }
-    )
-
-
-def fields(text: str) -> dict[str, Any]:
-    """Return the fields of Adoptions by name, from the JSON that `to_json` wrote."""
-    record = json.loads(text)
-    relayout = record["relayout"]
-    return {
-        "layout": Layout(**record["layout"]),
-        "plan": ExpertPlan.from_json(record["plan"]),
-        "swaps": tuple(map(Decision.from_json, record["swaps"])),
-        "relayout": None if relayout is None else Decision.from_json(relayout),
-    }

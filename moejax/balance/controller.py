@@ -22,11 +22,11 @@ beyond the run's last step is not considered.
 
 During the cool-down no swap follows a swap, no relayout follows any change, and nothing
 is asked after a decision that no change pays. A relayout also waits until loads have
-been observed for a half life. The state is a value, and JSON keeps it bit for bit.
+been observed for a half life. The state is a value, and JSON keeps it bit
+for bit (moejax.balance.codec).
 """
 
 import dataclasses
-import json
 
 import numpy as np
 
@@ -46,11 +46,6 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
-PLAIN = (
-    "is_active", "last_change_step", "last_swap_step", "last_keep_step",
-    "is_relayout_due",
-)  # fmt: skip
-"""Fields of the state that JSON can express as they are."""
 MAX_SPARE = 2.0
 """The balancer looks for smaller buffers when they hold more than this many times the
 rows of the fullest pair of devices."""
@@ -270,30 +265,6 @@ def refuse(state: State) -> State:
         adoptions.refuse(state),
         refused=(*state.refused, refused.layout),
         last_change_step=refused.adopt_step,
-    )
-
-
-def to_json(state: State) -> str:
-    """Return JSON from which `from_json` restores the state bit for bit, with its
-    pending decisions."""
-    return json.dumps(
-        {
-            "adoptions": adoptions.to_json(state),
-            "tracker": state.tracker.to_json(),
-            "refused": [dataclasses.asdict(layout) for layout in state.refused],
-            **{name: getattr(state, name) for name in PLAIN},
-        }
-    )
-
-
-def from_json(text: str) -> State:
-    """Return the state that `to_json` wrote."""
-    record = json.loads(text)
-    return State(
-        **adoptions.fields(record["adoptions"]),
-        tracker=LoadTracker.from_json(record["tracker"]),
-        refused=tuple(Layout(**layout) for layout in record["refused"]),
-        **{name: record[name] for name in PLAIN},
     )
 
 

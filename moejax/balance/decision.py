@@ -1,4 +1,4 @@
-"""One decision of the balancer: its log line, its record, and JSON for other processes.
+"""One decision of the balancer, its log line, and its record.
 
 A decision is one of three:
 
@@ -8,7 +8,6 @@ A decision is one of three:
 """
 
 import dataclasses
-import json
 import math
 from typing import Any, Literal
 
@@ -107,23 +106,6 @@ class Decision:
             del record[name]
         changes = {name: list(pair) for name, pair in self.changes.items()}
         return {**record, "digest": self.plan.digest, "changes": changes}
-
-    def to_json(self) -> str:
-        """Return JSON that `from_json` reads back to an equal decision."""
-        record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        record["plan"] = self.plan.to_json()
-        for name in ("layout", "layout_before"):
-            record[name] = dataclasses.asdict(record[name])
-        return json.dumps(record)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Decision":
-        """Return the decision that `to_json` wrote."""
-        record = json.loads(text)
-        record["plan"] = ExpertPlan.from_json(record["plan"])
-        for name in ("layout", "layout_before"):
-            record[name] = Layout(**record[name])
-        return cls(**record)
 
 
 def duration(seconds: float) -> str:

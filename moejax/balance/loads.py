@@ -11,9 +11,7 @@ current value and its slope. At the start, when both have seen little, they agre
 the forecast has no drift.
 """
 
-import base64
 import dataclasses
-import json
 
 import numpy as np
 
@@ -25,9 +23,6 @@ WINDOW_STEPS = 100
 MIN_PAIR_STEPS = 20
 """Number of observed steps from which the 95th percentile of the fullest pair is known.
 With fewer it would be their maximum."""
-
-ARRAYS = {"mean_lwe": "<f8", "mean_of_means_lwe": "<f8", "fullest_lt": "<i8"}
-"""Number format in JSON of each array of a LoadTracker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +61,6 @@ class LoadTracker:
     def has_pairs(self) -> bool:
         """Whether enough steps were observed for fullest_pair."""
         return self.fullest_lt.shape[1] >= MIN_PAIR_STEPS
-
-    def to_json(self) -> str:
-        """Return the tracker as JSON, with arrays as base64 of their little-endian
-        bytes, so that no bit is lost."""
-        record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name, dtype in ARRAYS.items():
-            raw = np.ascontiguousarray(record[name], dtype).tobytes()
-            record[name] = {
-                "shape": list(record[name].shape),
-                "base64": base64.b64encode(raw).decode(),
-            }
-        return json.dumps(record)
-
-    @classmethod
-    def from_json(cls, text: str) -> "LoadTracker":
-        """Return the tracker that `to_json` wrote."""
-        record = json.loads(text)
-        for name, dtype in ARRAYS.items():
-            raw = base64.b64decode(record[name]["base64"])
-            native = np.dtype(dtype).newbyteorder("=")
-            flat = np.frombuffer(raw, dtype).astype(native)
-            record[name] = flat.reshape(record[name]["shape"])
-        return cls(**record)
 
 
 def init(

@@ -17,7 +17,6 @@ price in about as many steps as the waits of these steps take to cost an overflo
 """
 
 import dataclasses
-import json
 from typing import NamedTuple
 
 from moejax.balance.decision import duration
@@ -66,16 +65,6 @@ class State:
     runs_loop_free: tuple[bool, bool] = (True, True)
     """Whether the step behind the last observed one is the loop-free one, and the step
     after that. The former is dispatched before the last one is observed."""
-
-    def to_json(self) -> str:
-        """Return JSON from which `from_json` restores the state bit for bit."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "State":
-        """Return the state that `to_json` wrote."""
-        record = json.loads(text)
-        return cls(record["share"], tuple(record["runs_loop_free"]))
 
 
 def observe(

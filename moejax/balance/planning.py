@@ -5,13 +5,10 @@
 
 `take` is a pure function from a planner and an event to a planner, and to a Reply for
 each step that is asked. So a planner in the middle of a decision is the planner before
-it and the events since: a Snapshot, which is in checkpoints.
+it and the events since: a Snapshot, which is in checkpoints (moejax.balance.codec).
 """
 
-import base64
 import dataclasses
-import json
-from typing import Any
 
 import numpy as np
 
@@ -34,24 +31,6 @@ class Task:
     """Devices along each mesh axis that splits the batch, in the order of the mesh."""
     home_layout: Layout
     """Layout of the home placement, with which plans are compared."""
-
-    def to_json(self) -> str:
-        """Return JSON that `from_json` reads back to an equal task."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Task":
-        """Return the task that `to_json` wrote."""
-        record = json.loads(text)
-        settings = record["settings"]
-        if settings["stores"] is not None:
-            settings["stores"] = tuple(settings["stores"])
-        return cls(
-            Settings(**settings),
-            CostModel(**record["cost"]),
-            record["batch_sizes"],
-            Layout(**record["home_layout"]),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +66,6 @@ class Reply:
     """Time per step that the plan in use at `step` saves beside the home placement, by
     the cost model; None at the last call of a relayout between two decisions."""
 
-    def to_json(self) -> str:
-        """Return JSON that `from_json` reads back to an equal reply."""
-        text = None if self.decision is None else self.decision.to_json()
-        return json.dumps([self.step, text, self.saving_sec])
-
-    @classmethod
-    def from_json(cls, text: str) -> "Reply":
-        """Return the reply that `to_json` wrote."""
-        step, decision, saving_sec = json.loads(text)
-        if decision is not None:
-            decision = Decision.from_json(decision)
-        return cls(step, decision, saving_sec)
-
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
@@ -128,33 +94,6 @@ class Snapshot:
             planner, reply = take(task, planner, event)
             replies += [] if reply is None else [reply]
         return Snapshot(planner, (), tuple(replies))
-
-    def to_json(self) -> str:
-        """Return JSON from which `from_json` restores the snapshot bit for bit."""
-        earlier = self.planner.earlier
-        if earlier is not None:
-            earlier = [earlier[0].to_json(), dataclasses.asdict(earlier[1])]
-        return json.dumps(
-            {
-                "state": controller.to_json(self.planner.state),
-                "earlier": earlier,
-                "events": [_event_record(event) for event in self.events],
-                "replies": [reply.to_json() for reply in self.replies],
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> "Snapshot":
-        """Return the snapshot that `to_json` wrote."""
-        record = json.loads(text)
-        earlier = record["earlier"]
-        if earlier is not None:
-            earlier = ExpertPlan.from_json(earlier[0]), Layout(**earlier[1])
-        return cls(
-            Planner(controller.from_json(record["state"]), earlier),
-            tuple(map(_event, record["events"])),
-            tuple(map(Reply.from_json, record["replies"])),
-        )
 
 
 def take(task: Task, planner: Planner, event: Event) -> tuple[Planner, Reply | None]:
@@ -208,35 +147,7 @@ def make_home_layout(layout: Layout) -> Layout:
         slots_per_device=layout.experts_per_device,
         store="owned",
         split="even",
-        fused_split=False,
         offers_per_device=0,
         copies_per_device=0,
         prefetch=False,
     )
-
-
-def _event_record(event: Event) -> dict[str, Any]:
-    """Return an event as a record for JSON, with counts as base64 of little-endian
-    int32."""
-    if not isinstance(event, Observed):
-        return {"kind": type(event).__name__}
-    tokens_lwe, pair_l = (
-        np.ascontiguousarray(x, "<i4") for x in (event.tokens_lwe, event.fullest_pair_l)
-    )
-    return {
-        "kind": "Observed",
-        "step": event.step,
-        "shape": list(tokens_lwe.shape),
-        "tokens_lwe": base64.b64encode(tokens_lwe.tobytes()).decode(),
-        "fullest_pair_l": pair_l.tolist(),
-    }
-
-
-def _event(record: dict[str, Any]) -> Event:
-    """Return the event of a record."""
-    if record["kind"] != "Observed":
-        return {"Adopted": Adopted, "Refused": Refused}[record["kind"]]()
-    raw = base64.b64decode(record["tokens_lwe"])
-    tokens_lwe = np.frombuffer(raw, "<i4").astype(np.int32).reshape(record["shape"])
-    pair_l = np.array(record["fullest_pair_l"], np.int32)
-    return Observed(record["step"], tokens_lwe, pair_l)

@@ -73,11 +73,6 @@ class Dispatch:
     buffer_factor: float = 1.5
     """Size of the buffers of round 0 over the even share of rows, where rows_per_peer
     is None."""
-    home_chunks: int = 1
-    """Number of buffers of rows_per_peer rows for the rows that stay on their device.
-    All but the first are out of the collective, and no more are made than all rows of a
-    device fill. Shadows (policies 'fastermoe' and 'prophet', split 'shadow') keep most
-    rows where they are, and need several."""
     store: Store | None = None
     """How expert weights reach the slots (docs/balance.md), for the whole run. None:
     the run starts with the first store of Balance.policy, and the balancer may change
@@ -90,19 +85,10 @@ class Dispatch:
     """Number of slots of a device in each layer, at the start. None: one for each
     expert that the device owns, and one more where the policy replicates; groups of
     several axes and splits that make replicas get more (docs/balance.md)."""
-    offers_per_device: int | None = None
-    """Number of its own experts that a device can give to others as copies, at the
-    start. None: 2 at most; all of them in groups of several axes and with splits that
-    make replicas."""
-    copies_per_device: int | None = None
-    """Number of copies of others' experts that a device can hold, at the start. None:
-    its slots beyond its own experts, or 1 if there are none."""
     split: Split | None = None
     """Rule by which a row goes to one replica of its expert (docs/balance.md); None:
     the split of Balance.policy. 'dynamic' and 'shadow' make the replicas too, for each
     micro-batch."""
-    fused_split: bool = False
-    """Whether split='water_filling' runs as one kernel; for Hopper GPUs."""
     kernels: Kernels = "auto"
     """Kernels of expert products and row permutations. 'auto': those made for the
     device, where there are some (docs/kernels.md); 'plain': XLA's operations alone."""
@@ -117,8 +103,6 @@ class Dispatch:
 
     def __post_init__(self) -> None:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
-        require_min(self, 1, "home_chunks")
-        require_min(self, 0, "offers_per_device", "copies_per_device")
         require_min(self, 1, "compression")
         require(
             self.compression is None or self.domain != (1, 1),

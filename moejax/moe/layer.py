@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import is_explicit
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
-from moejax.kernels.device import is_hopper
-from moejax.kernels.water_fill import fits_fused
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
 from moejax.moe.exchange.manifest import (
@@ -39,7 +37,6 @@ from moejax.moe.weights import stores
 from moejax.moe.weights.arrival import arrival_spec, wait_for
 from moejax.moe.weights.gather import Rest, gather
 from moejax.moe.weights.slots import Slots, make_slots, own_experts, whole
-from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 
 ROUTER_FAN = 10
@@ -435,14 +432,4 @@ def check_device(layout: Layout, device: jax.Device) -> None:
         raise NotImplementedError(
             "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
             "Dispatch.transport = 'padded' on the CPU"
-        )
-    if not layout.fused_split:
-        return
-    num_colors = max_colors(layout.num_experts, layout.num_slots)
-    if not is_hopper(device) or not fits_fused(num_colors, layout.num_devices):
-        raise NotImplementedError(
-            "the fused split is a kernel for Hopper GPUs and groups of at most 128 "
-            f"devices, and this is {layout.num_experts} experts on "
-            f"{layout.num_devices} x {device.device_kind}: use Dispatch.fused_split "
-            "= False"
         )

@@ -106,11 +106,6 @@ class Topology:
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-PARTS = {"tensor": Tensor, "domain": Domain}
-"""Fields of a Layout that are dataclasses themselves, and their classes. JSON turns
-them into dicts."""
-
-
 @shown_by("layout")
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -159,8 +154,6 @@ class Layout:
     'shadow'; 0 takes copies for free."""
     exchange_toll: int = 0
     """Time of the exchanges of a row in 1/256 of its compute. For split 'shadow'."""
-    fused_split: bool = False
-    """Whether water-filling runs as one kernel. It needs a Hopper GPU."""
     kernels: Kernels = "auto"
     """Implementation of the grouped products and of the row permutations. 'auto' takes
     the kernels written for the device where there are any. 'plain' takes XLA's
@@ -204,10 +197,6 @@ class Layout:
     rows travel between domains only. None: every device is alone."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", tuple(self.axes))  # JSON makes it a list
-        for name, kind in PARTS.items():  # JSON makes these dicts
-            if isinstance(fields := getattr(self, name), dict):
-                object.__setattr__(self, name, kind(**fields))
         _check(self)
 
     @property
@@ -493,11 +482,6 @@ def _check_copies(layout: Layout) -> None:
     if layout.align_rows not in get_args(RowAlignment):
         raise ValueError(
             f"align_rows={layout.align_rows} must be 1, 64 or 128, the rows of a tile"
-        )
-    if layout.fused_split and layout.split != "water_filling":
-        raise ValueError(
-            "fused_split=True works with split='water_filling' only, and split is "
-            f"'{layout.split}': leave it out"
         )
 
 

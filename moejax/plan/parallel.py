@@ -128,8 +128,6 @@ class Domain:
             raise ValueError(
                 f"a domain's compression={self.compression} must be at least 1, or None"
             )
-        for name in ("sizes", "shared"):  # JSON makes them lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes, shared = self.sizes, self.shared
         fits = len(sizes) == len(shared) and min(shared, default=0) >= 1
         if not fits or any(n % s for n, s in zip(sizes, shared)):

@@ -13,7 +13,9 @@ from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import layer_products, measured_tiles
+from moejax.kernels.water_fill import choose_water_fill
 from moejax.model.attention import check_heads, make_rule
+from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 
 
@@ -85,13 +87,20 @@ def attention_arrays(cfg: Config) -> Inputs:
 
 
 def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
-    """Return the implementations of experts' products and of row permutations."""
-    if layout.kernels == "plain":
-        why = "Dispatch.kernels='plain'"
+    """Return the implementations of experts' products, of row permutations and, where
+    the split is water-filling, of that."""
+    is_plain, why = layout.kernels == "plain", "Dispatch.kernels='plain'"
+    if is_plain:
         grouped = KernelChoice("blocked", why + _without_hopper(layout))
-        return {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
-    permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
-    return {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
+        chosen = {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
+    else:
+        permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
+        chosen = {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
+    if layout.split == "water_filling":
+        num_colors = max_colors(layout.num_experts, layout.num_slots)
+        filling = choose_water_fill(num_colors, layout.num_devices)
+        chosen["water_fill"] = KernelChoice("portable", why) if is_plain else filling
+    return chosen
 
 
 def product_widths(cfg: Config, layout: Layout) -> tuple[int, int]:

@@ -23,6 +23,12 @@ from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
 from moejax.resolve.kernels import product_widths
 from moejax.resolve.partition import Partition, micro_batch_tokens
 
+SHADOWING = ("fastermoe", "prophet")
+"""Policies that copy hot experts to all devices, so that most rows stay where they
+are."""
+ALL_CHUNKS = 2**16
+"""More buffers for rows that stay than any device fills (Layout.home)."""
+
 
 def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> Layout:
     """Return the layout of the first train step of a run, for one micro-batch."""
@@ -36,7 +42,6 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
-        home_chunks=cfg.dispatch.home_chunks,
         halves=cfg.moe.halves,
         **partition.fields,
         **_store_fields(cfg, partition),
@@ -183,28 +188,34 @@ def _store_sizes(
     In a group of several axes a device has as many slots as it would have in a group of
     the expert axis alone, since data parallelism holds as many copies anyway. A split
     that makes replicas has a slot for one copy beside each own expert: for dynamic
-    replication that is always enough.
+    replication that is always enough. There is a copy for each slot beyond the own
+    experts, and one at least, so that a plan may move an expert.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
     own = moe.num_experts // partition.num_owners
     alone, is_dynamic = moe.num_experts // cfg.mesh.expert, cfg.dispatch.makes_replicas
-    offers, copies, slots = (
-        dispatch.offers_per_device, dispatch.copies_per_device,
-        dispatch.slots_per_device,
-    )  # fmt: skip
-    if is_dynamic and copies is None:
-        copies = min(own, moe.num_experts - own)
+    slots = dispatch.slots_per_device
     if slots is None:
         slots = own
         if is_dynamic:
-            slots = own + copies
+            slots = min(2 * own, moe.num_experts)
         elif check_policy(cfg.balance.policy).has_replicas and store != "owned":
             slots = min(max(alone, own + 1), moe.num_experts)
     if store not in ("transient", "resident"):
-        return slots, offers or 0, copies or 0
-    if offers is None:
-        offers = own if is_dynamic or alone > own else min(2, own)
-    return slots, offers, max(slots - own, 1) if copies is None else copies
+        return slots, 0, 0
+    copies = slots - own if is_dynamic else max(slots - own, 1)
+    return slots, own if is_dynamic or alone > own else min(2, own), copies
+
+
+def _home_chunks(cfg: Config, partition: Partition) -> int:
+    """Return the number of buffers for the rows that stay on their device: as many as
+    hold all of them where hot experts have copies on all devices, else one
+    (docs/decisions/0031-home-chunks.md)."""
+    has_shadows = cfg.balance.policy in SHADOWING or cfg.dispatch.split == "shadow"
+    domain_size = 1 if partition.domain is None else partition.domain.num_devices
+    is_alone = partition.num_owners == domain_size
+    is_cut = partition.tensor is not None or cfg.dispatch.exchange == "capacity"
+    return ALL_CHUNKS if has_shadows and not (is_alone or is_cut) else 1
 
 
 def with_shadow_prices(layout: Layout, cost: CostModel) -> Layout:
@@ -274,7 +285,7 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
         "slots_per_device": slots,
         "store": store,
         "split": policy.split if dispatch.split is None else dispatch.split,
-        "fused_split": dispatch.fused_split,
+        "home_chunks": _home_chunks(cfg, partition),
         "offers_per_device": offers,
         "copies_per_device": copies,
         "gather": dispatch.gather or "layer",

@@ -9,7 +9,7 @@ follows recorded ones.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,11 +67,9 @@ class Candidate(NamedTuple):
         return f"{self.policy} in store {self.store}"
 
     def applied(self, cfg: Config) -> Config:
-        """Return a configuration with this policy and store. Slots and budgets for
-        copies are those of policies that make copies."""
+        """Return a configuration with this policy and store. Dispatch.slots_per_device
+        is that of policies that make copies."""
         fields = {"store": self.store}
-        if self.store not in ("transient", "resident"):
-            fields |= {"offers_per_device": None, "copies_per_device": None}
         if self.store == "owned":
             fields["slots_per_device"] = None
         return replace(
@@ -143,7 +141,7 @@ def choose_policy(
         candidate: _layers_sec(candidate.applied(cfg), layout, cost, load_tlwe)
         for candidate, layout in found.items()
     }
-    best = _best(sec, home, cfg.dispatch.home_chunks)
+    best = _best(sec, home, found)
     return PolicyChoice(best, home, sec, refused, load)
 
 
@@ -232,13 +230,16 @@ def _presumed_shares(cfg: Config, num_layers: int) -> tuple[np.ndarray, str]:
     return share_le * np.exp(NOISE * noise_tle), what
 
 
-def _best(sec: dict[Candidate, float], home: Candidate, home_chunks: int) -> Candidate:
+def _best(
+    sec: dict[Candidate, float], home: Candidate, layouts: Mapping[Candidate, Layout]
+) -> Candidate:
     """Return the candidate to take, of those with modelled times."""
 
     def place(name: Candidate) -> tuple[bool, int, float]:
         # Rows that stay at copies take later rounds where they have one chunk at home.
         stays = POLICIES[name.policy].split == "local_first"
-        return stays and home_chunks == 1, RACE.index(name.policy), sec[name]
+        has_room = layouts[name].home_chunks > 1
+        return stays and not has_room, RACE.index(name.policy), sec[name]
 
     least_sec = min(sec.values())
     if least_sec > (1 - MIN_GAIN) * sec[home]:

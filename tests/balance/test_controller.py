@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from moejax.balance import adoptions, controller
+from moejax.balance import adoptions, codec, controller
+from moejax.balance.adoptions import Adoptions
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from tests.support.balanced_run import (
     COST,
@@ -248,15 +249,17 @@ def test_a_state_from_json_goes_on_as_the_state(cut):
     while bool(run.state.swaps) != is_pending:
         run.go([step], load_of_step)
         step += 1
-    text = controller.to_json(run.state)
-    assert controller.to_json(controller.from_json(text)) == text
-    twin = BalancedRun(run.settings, run.cost, controller.from_json(text), [])
+    text = codec.dumps(run.state)
+    assert codec.dumps(codec.loads(text)) == text
+    twin = BalancedRun(run.settings, run.cost, codec.loads(text), [])
     run.decisions = []
     for each in (run, twin):
         each.go(range(step, step + 200), load_of_step)
     assert len(run.changes()) > 1
-    assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
-    assert controller.to_json(run.state) == controller.to_json(twin.state)
+    assert [codec.dumps(d) for d in run.decisions] == [
+        codec.dumps(d) for d in twin.decisions
+    ]
+    assert codec.dumps(run.state) == codec.dumps(twin.state)
 
 
 def relayout_run(**changes):
@@ -331,7 +334,9 @@ def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
         run.go([step], load_of_step)
         for decision in run.decisions[num_decisions:]:
             other = adoptions.pend(run.settings, other, decision)
-        assert adoptions.to_json(other) == adoptions.to_json(run.state)
+        assert other == Adoptions(
+            *(getattr(run.state, f.name) for f in dataclasses.fields(Adoptions))
+        )
     assert other.layout != LAYOUT
 
 
@@ -342,12 +347,14 @@ def test_a_state_with_several_swaps_goes_on_from_json():
     while len(run.state.swaps) < 2:
         run.go([step], load_of_step)
         step += 1
-    saved = controller.from_json(controller.to_json(run.state))
+    saved = codec.loads(codec.dumps(run.state))
     twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
     for each in (run, twin):
         each.go(range(step, step + 40), load_of_step)
-    assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
-    assert controller.to_json(run.state) == controller.to_json(twin.state)
+    assert [codec.dumps(d) for d in run.decisions] == [
+        codec.dumps(d) for d in twin.decisions
+    ]
+    assert codec.dumps(run.state) == codec.dumps(twin.state)
 
 
 def test_a_state_with_a_swap_and_a_relayout_goes_on_from_json():
@@ -355,17 +362,19 @@ def test_a_state_with_a_swap_and_a_relayout_goes_on_from_json():
     run.go(range(111), load_of_step)
     assert [swap.adopt_step for swap in run.state.swaps] == [113]
     assert run.state.relayout.adopt_step == 165
-    saved = controller.from_json(controller.to_json(run.state))
+    saved = codec.loads(codec.dumps(run.state))
     twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
     for each in (run, twin):
         each.go(range(111, 200), load_of_step)
-    assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
-    assert controller.to_json(run.state) == controller.to_json(twin.state)
+    assert [codec.dumps(d) for d in run.decisions] == [
+        codec.dumps(d) for d in twin.decisions
+    ]
+    assert codec.dumps(run.state) == codec.dumps(twin.state)
 
 
 def test_two_runs_decide_alike():
     runs = [random_run(11)[0].go(range(120), random_run(11)[1]) for _ in range(2)]
-    a, b = ([d.to_json() for d in run.decisions] for run in runs)
+    a, b = ([codec.dumps(d) for d in run.decisions] for run in runs)
     assert a == b
     assert a
 

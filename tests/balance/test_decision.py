@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from moejax.balance import codec
 from moejax.balance.decision import Decision, duration
 from moejax.balance.policies import POLICIES
 from moejax.plan.expert_plan import ExpertPlan
@@ -100,7 +101,7 @@ def test_a_record_is_plain_and_a_decision_survives_json():
     record = json.loads(json.dumps(decision.record()))
     assert record["changes"]["slots_per_device"] == [2, 3]
     assert (record["digest"], record["kind"]) == (decision.plan.digest, "relayout")
-    assert Decision.from_json(decision.to_json()) == decision
+    assert codec.loads(codec.dumps(decision)) == decision
 
 
 @pytest.mark.parametrize(

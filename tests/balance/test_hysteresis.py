@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moejax.balance import candidates, controller
+from moejax.balance import candidates, codec, controller
 from moejax.balance.candidates import Candidate
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.balanced_run import LAYOUT, BalancedRun, E, hot, settings
@@ -71,7 +71,7 @@ def test_a_layout_that_is_refused_is_not_proposed_again():
         if run.state.relayout is not None:
             layouts.append(run.state.relayout.layout)
             run.state = controller.refuse(run.state)
-            again = controller.from_json(controller.to_json(run.state))
+            again = codec.loads(codec.dumps(run.state))
             assert again.refused == tuple(layouts)
             assert again.layout == layout
     assert layouts

@@ -123,7 +123,7 @@ SMALL = Config(
     data=Data(seq_len=T),
     train=Train(batch_size=8, loss_chunk=T),
 )  # fmt: skip
-COPIES = {"slots_per_device": 3, "offers_per_device": 2, "copies_per_device": 2}
+COPIES = {"slots_per_device": 3}
 DATA, TENSOR = Topology(data=2, expert=4), Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, data=2, expert=2)
 CASES = {
@@ -148,8 +148,7 @@ CASES = {
     ),
     "sharded": (DATA, {"store": "sharded", "slots_per_device": 3}, {"remat": "full"}),
     "merged": (
-        DATA, {"group": "data_expert", "store": "transient", "slots_per_device": 2,
-               "offers_per_device": 1, "copies_per_device": 1},
+        DATA, {"group": "data_expert", "store": "transient", "slots_per_device": 2},
         {"remat": "full"},
     ),
     "awaited": (

@@ -145,8 +145,7 @@ PLACES = {
         4,
         Topology(data=2, expert=4),
         Dispatch(
-            store="resident", slots_per_device=3, offers_per_device=2,
-            copies_per_device=3, split="local_first",
+            store="resident", slots_per_device=3, split="local_first",
         ),
     ),
 }  # fmt: skip

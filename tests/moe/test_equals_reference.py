@@ -46,7 +46,7 @@ SMALL = {"rows_per_peer": 2}
 """Buffers so small that later rounds run."""
 FEW_ROWS = 8
 """Buffers of at most so many rows a peer need later rounds here; others hold all."""
-COPIES = {"slots_per_device": 6, "offers_per_device": 4, "copies_per_device": 6}
+COPIES = {"slots_per_device": 6}
 SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
 

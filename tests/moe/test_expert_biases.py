@@ -98,7 +98,7 @@ def test_a_layer_with_replicas_is_the_layer_at_home():
     """Gates multiply the input of two experts a token. Owners and replicas are
     random, and slots begin at multiples of 64 rows."""
     at_home = make()
-    slots = {"slots_per_device": 6, "offers_per_device": 4, "copies_per_device": 6}
-    layer = make(store="resident", split="local_first", align_rows=64, **slots)
+    slots = {"slots_per_device": 6, "store": "resident"}
+    layer = make(split="local_first", align_rows=64, **slots)
     plan = random_plan(np.random.default_rng(3), layer.layout, 1)
     assert_close(run(layer, plan), run(at_home, home(at_home)))

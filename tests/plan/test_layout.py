@@ -153,10 +153,6 @@ def test_layouts_are_keys():
             ["split='dynamic'", "slots_per_device=4", "use 3"],
         ),
         (
-            lambda: Layout(4, 2, 2, 8, fused_split=True),
-            ["fused_split", "split='water_filling'", "'even'"],
-        ),
-        (
             lambda: Layout(4, 2, 2, 8, fp8="e3m4"),
             ["fp8='e3m4'", "'none', 'e4m3' or 'e5m2'"],
         ),

@@ -10,7 +10,7 @@ from moejax.balance.policies import POLICIES
 from moejax.config import Balance, Config, Dispatch, Model, Moe, Recorded, Router
 from moejax.perf.calibration import Calibration
 from moejax.perf.target import load
-from moejax.plan.layout import Topology
+from moejax.plan.layout import Layout, Topology
 from moejax.resolve import policy
 from moejax.resolve.resolved import Resolved, resolve
 from tests.support.calibrations import KINDS, line
@@ -59,8 +59,9 @@ def test_of_equal_times_the_race_decides_and_shadows_need_room():
     names = ("prophet", "fastermoe", "smartmoe")
     sec = {policy.Candidate(name, "transient"): 1.0 for name in names} | {home: 2.0}
     for home_chunks, expected in ((2, "fastermoe"), (1, "smartmoe")):
-        assert policy._best(sec, home, home_chunks).policy == expected
-    assert policy._best(sec | {home: 1.04}, home, 2) == home
+        layouts = dict.fromkeys(sec, Layout(8, 4, 2, 8, home_chunks=home_chunks))
+        assert policy._best(sec, home, layouts).policy == expected
+    assert policy._best(sec | {home: 1.04}, home, layouts) == home
 
 
 def test_fast_links_pay_for_replicas(run_at):
@@ -125,7 +126,7 @@ def test_home_where_no_other_policy_can_run(part, fields, reason):
 
 
 def test_budgets_for_copies_are_for_policies_that_make_them(run_at):
-    fields = {"slots_per_device": 6, "copies_per_device": 2, "offers_per_device": 1}
+    fields = {"slots_per_device": 6}
     fast, slow = (
         run_at(speed, dataclasses.replace(changed("dispatch", **fields), recorded=load))
         for speed, load in ((1e12, CFG.recorded), (1e12, Recorded(source="uniform")))

@@ -41,7 +41,7 @@ def total(found: dict[str, float], *words: str) -> float:
     return sum(x for name, x in found.items() if name.split()[-1] in words)
 
 
-COPIES = {"offers_per_device": 1, "copies_per_device": 1, "slots_per_device": 3}
+COPIES = {"slots_per_device": 3}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -34,6 +34,7 @@ from moejax.plan.layout import GROUP_AXES, Layout, Topology
 from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
+from tests.support.random_plans import roomy
 from tests.support.resolved import make_layout
 
 BATCH, SEQ, WIDTH, EXPERTS, TOP_K, HIDDEN = 16, 8, 24, 16, 2, 16
@@ -141,8 +142,9 @@ def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
 def layer_of(
     cfg: Config, dtype: str = "float32", saved: tuple[str, ...] = (), **changes
 ) -> Layer:
-    """Return the layer of a configuration, with these changes of its layout."""
-    layout = dataclasses.replace(make_layout(cfg), **changes)
+    """Return the layer of a configuration, with room for any plan and these changes of
+    its layout."""
+    layout = dataclasses.replace(roomy(make_layout(cfg)), **changes)
     layer = make_layer(cfg.mesh, layout, cfg.moe, cfg.router, dtype, saved)
     return layer._replace(batch=cfg.train.batch_size)
 

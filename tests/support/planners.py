@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from moejax.balance.planning import Observed, Snapshot
+from moejax.balance.planning import Observed
 from tests.support.pids import wait_until_gone
 from tests.support.run_main import ROOT, Live, checkpoint_record
 from tests.support.watched_run import BALANCED
@@ -53,6 +53,6 @@ def killed_in_a_plan(
         assert live.end(signal.SIGKILL).code == -signal.SIGKILL
         wait_until_gone([planner])
     meta = checkpoint_record(run_dir, saved_step)["meta"]
-    snapshot = Snapshot.from_json(BalanceRecord.from_json(meta["balance"]).planner)
+    snapshot = BalanceRecord.from_json(meta["balance"]).planner
     steps = [x.step for x in snapshot.events if isinstance(x, Observed)]
     assert asked_step in steps

@@ -30,6 +30,18 @@ def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
     return ExpertPlan(np.stack(rows), layout.num_experts, owned_le)
 
 
+def roomy(layout: Layout) -> Layout:
+    """Return the layout with budgets for any plan: an offer of each own expert, and a
+    copy in each slot."""
+    if not layout.has_copies or layout.makes_replicas:
+        return layout
+    return dataclasses.replace(
+        layout,
+        offers_per_device=layout.experts_per_device,
+        copies_per_device=layout.slots_per_device,
+    )
+
+
 def owners_alone(layout: Layout, owned_le: np.ndarray) -> ExpertPlan:
     """Return a plan with own experts in the first slots of each device and the others
     empty, for dynamic replication to fill."""
@@ -102,16 +114,16 @@ def policy_plans(layout: Layout, num_layers: int) -> dict[str, ExpertPlan]:
 def _with_store(layout: Layout, store: str) -> Layout:
     """Return the layout with another store, the same slots, and budgets for every copy;
     store 'owned' has no slots for copies."""
-    own, copies = layout.experts_per_device, layout.slots_per_device
-    has_copies = store in ("transient", "resident")
-    return dataclasses.replace(
+    own, slots = layout.experts_per_device, layout.slots_per_device
+    alone = dataclasses.replace(
         layout,
         store=store,
-        slots_per_device=own if store == "owned" else copies,
-        offers_per_device=own if has_copies else 0,
-        copies_per_device=copies if has_copies else 0,
+        slots_per_device=own if store == "owned" else slots,
+        offers_per_device=0,
+        copies_per_device=0,
         prefetch=False,
     )
+    return roomy(alone)
 
 
 def _random_row(rng, layout: Layout) -> np.ndarray:

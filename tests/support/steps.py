@@ -36,7 +36,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from moejax.resolve.resolved import resolve
 from tests.support.close import assert_close
-from tests.support.random_plans import owners_alone, random_plan
+from tests.support.random_plans import owners_alone, random_plan, roomy
 from tests.support.resolved import aligned_slots
 from train.balance.migrate import Mover
 from train.step.compiled import on_devices, trace_train_step
@@ -66,20 +66,16 @@ SMALL = Config(
     train=Train(batch_size=BATCH, num_steps=100, loss_chunk=SEQ),
 )  # fmt: skip
 OWN = E // SMALL.mesh.expert
-COPIES = {
-    "slots_per_device": SLOTS, "offers_per_device": OWN, "copies_per_device": SLOTS,
-}  # fmt: skip
 STORES = {
     "owned": {"store": "owned", "slots_per_device": OWN},
-    "transient": {"store": "transient", **COPIES},
-    "resident": {"store": "resident", **COPIES},
+    "transient": {"store": "transient", "slots_per_device": SLOTS},
+    "resident": {"store": "resident", "slots_per_device": SLOTS},
     "dynamic": {
         "store": "transient", "split": "dynamic", "slots_per_device": 2 * OWN,
-        "offers_per_device": OWN, "copies_per_device": OWN,
     },
     "sharded": {"store": "sharded", "slots_per_device": SLOTS},
 }  # fmt: skip
-"""Fields of Dispatch, with room for any plan."""
+"""Fields of Dispatch, with slots for random plans."""
 TENSOR = Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, expert=4)
 DELTA = {
@@ -178,7 +174,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "merged": {
         "dispatch": STORES["transient"]
-        | {"group": "data_expert", "offers_per_device": 1, "split": "local_first"},
+        | {"group": "data_expert", "split": "local_first"},
         "model": {"remat": "full"},
     },
     "transient": {"dispatch": STORES["transient"], "model": {"remat": "full"}},
@@ -203,7 +199,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "merged, resident": {
         "dispatch": STORES["resident"]
-        | {"group": "data_expert", "offers_per_device": 1, "split": "local_first"},
+        | {"group": "data_expert", "split": "local_first"},
         "train": {"accumulate_steps": 2},
     },
     "tensor, halves": {
@@ -243,7 +239,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "mesh": Topology(dc=2, data=2, expert=2),
         "dispatch": {
             "store": "resident", "gather": "step", "slots_per_device": 5,
-            "offers_per_device": 4, "copies_per_device": 5,
         },
     },
     "experts gathered over data alone": {
@@ -287,9 +282,10 @@ def configure(family: str = "small", **parts: Any) -> Config:
 
 def model_from(cfg: Config, dtype: str) -> StepContext:
     """Return the context of a configuration, with an optimizer whose state also holds
-    the last gradients."""
+    the last gradients, and room for any plan."""
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model))
     run = resolve(cfg, make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices]))
+    run = run.relaid(roomy(run.layout))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     return StepContext(run, optax.chain(keep_gradients(), adamw))

@@ -196,5 +196,5 @@ def assert_same_run(run_dir: pathlib.Path, expected_dir: pathlib.Path) -> None:
     assert record["arrays"] == expected["arrays"]
     assert record["meta"]["plan"] == expected["meta"]["plan"]
     texts = [x["meta"]["balance"] for x in (record, expected)]
-    settled = [x and BalanceRecord.from_json(x).settled() for x in texts]
+    settled = [x and BalanceRecord.from_json(x).settled().to_json() for x in texts]
     assert settled[0] == settled[1]

@@ -87,11 +87,6 @@ BALANCERS = [
     (("Balance.policy = 'home'", WATER), "makes none: use 'micromoe'"),
     ((MICROMOE, DYNAMIC), "use Balance.policy='home' with it"),
     ((MICROMOE, "Dispatch.slots_per_device = 9"), "more replicas than there are dev"),
-    (
-        ("Balance.policy = 'home'", DYNAMIC, "Dispatch.copies_per_device = 0"),
-        "of each are always enough",
-    ),
-    ((MICROMOE, "Dispatch.fused_split = True"), "use Dispatch.fused_split = False"),
 ]
 CASES = [
     *((TOY, *case) for case in TOYS),

@@ -126,13 +126,13 @@ def time_loop(task: Task, snapshot: Snapshot, args: argparse.Namespace) -> dict:
     seconds."""
     state, settings = snapshot.planner.state, task.settings
     now = Adoptions(state.layout, state.plan, (), None)
-    process = PlannerProcess(task, snapshot.to_json())
+    process = PlannerProcess(task, snapshot)
     observe_msec, collect_msec, wait_sec, kinds = [], [], [], []
     for step in range(1, args.steps + 1):
         asked = step - args.lag_steps
         if asked > 0 and adoptions.is_asked(settings, now, asked):
             begin_sec = time.monotonic()
-            reply, _, waited_sec = process.collect(asked)
+            reply, waited_sec = process.collect(asked)
             decision = reply.decision
             now = adoptions.pend(settings, now, decision)
             if decision is not None:

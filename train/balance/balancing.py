@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.balance import adoptions, controller, planning
+from moejax.balance import adoptions, codec, controller, planning
 from moejax.balance.adoptions import Adoptions
 from moejax.balance.loads import home_rows
 from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
@@ -69,7 +69,7 @@ class Balancing:
         self._now = Adoptions(layout, self._first_plan(layout), (), None)
         self._first_step: int | None = None
         """First step that this balancer has observed; None before it."""
-        self._snapshot = ""
+        self._snapshot: Snapshot | None = None
         """Snapshot from which the planner's process starts."""
         self._planner: PlannerProcess | None = None
         self._ahead: Ahead | None = None
@@ -162,9 +162,9 @@ class Balancing:
         num_layers = self._job.cfg.model.num_moe_layers
         if not self._snapshot:
             state = controller.init(self._settings, self.layout, self.plan, num_layers)
-            self._snapshot = Snapshot(Planner(state)).to_json()
+            self._snapshot = Snapshot(Planner(state))
         self._planner = PlannerProcess(self._task, self._snapshot)
-        self._snapshot = ""
+        self._snapshot = None
 
     def close(self) -> None:
         """End the planner's process."""
@@ -253,10 +253,10 @@ class Balancing:
         `step` waited for it."""
         name = f"decision/{asked_step}"
         if self._planner is None:
-            return Reply.from_json(published(name, str))
+            return codec.loads(published(name, str))
         with self._during(f"waiting for the plan of step {asked_step}"):
-            reply, text, waited_sec = self._planner.collect(asked_step)
-        published(name, lambda: text)
+            reply, waited_sec = self._planner.collect(asked_step)
+        published(name, lambda: codec.dumps(reply))
         record["plan_wait_msec"] = 1e3 * waited_sec
         if waited_sec >= LATE_SEC and self._settings.lag_steps > 1:
             self.say(

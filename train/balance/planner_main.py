@@ -83,8 +83,7 @@ class Desk:
             self._send_reply(reply)
 
     def _send_reply(self, reply: Reply) -> None:
-        """Send a reply as it is, and as text for the other processes of the run."""
-        self.send(("reply", reply, reply.to_json()))
+        self.send(("reply", reply))
 
     def _fail(self, kind: str, text: str) -> NoReturn:
         """Tell the loop of an error, and wait for the end of this process."""
@@ -109,8 +108,8 @@ def main(descriptors: list[str]) -> NoReturn:
     messages = Connection(from_loop, writable=False)
     replies = Connection(to_loop, readable=False)
     try:
-        task, text = messages.recv()
-        desk = Desk(task, Snapshot.from_json(text), replies)
+        task, snapshot = messages.recv()
+        desk = Desk(task, snapshot, replies)
         threading.Thread(target=desk.work, daemon=True).start()
         while True:
             _receive(desk, messages)
@@ -129,7 +128,7 @@ def _receive(desk: Desk, messages: Connection) -> None:
         case ("collected", step):
             desk.collected(step)
         case ("snapshot",):
-            desk.send(("snapshot", desk.snapshot().to_json()))
+            desk.send(("snapshot", desk.snapshot()))
 
 
 if __name__ == "__main__":

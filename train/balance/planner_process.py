@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from moejax.balance.planning import Adopted, Refused, Reply, Task
+from moejax.balance.planning import Adopted, Refused, Reply, Snapshot, Task
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = "train.balance.planner_main"
@@ -36,9 +36,9 @@ class PlannerProcess:
     of a policy whose plan cannot run.
     """
 
-    def __init__(self, task: Task, snapshot: str) -> None:
-        """Start the process; return before it has begun. `snapshot` is the JSON of the
-        state from which it goes on."""
+    def __init__(self, task: Task, snapshot: Snapshot) -> None:
+        """Start the process, which goes on from `snapshot`; return before it has
+        begun."""
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -50,8 +50,8 @@ class PlannerProcess:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self._replies: dict[int, tuple[Reply, str]] = {}
-        self._snapshot: str | None = None
+        self._replies: dict[int, Reply] = {}
+        self._snapshot: Snapshot | None = None
         self._fault: Exception | None = None
         self._has_news = threading.Condition()
         self._messages: queue.Queue = queue.Queue(NUM_WAITING)
@@ -80,17 +80,17 @@ class PlannerProcess:
         """Tell the planner what was done with the decision that was due."""
         self._send(("event", event))
 
-    def collect(self, step: int) -> tuple[Reply, str, float]:
-        """Return the reply for an asked step, its JSON, and the seconds in which it was
-        waited for."""
+    def collect(self, step: int) -> tuple[Reply, float]:
+        """Return the reply for an asked step, and the seconds in which it was waited
+        for."""
         start_sec = time.monotonic()
         self._wait(lambda: step in self._replies)
         waited_sec = time.monotonic() - start_sec
         self._send(("collected", step))
-        return *self._replies.pop(step), waited_sec
+        return self._replies.pop(step), waited_sec
 
-    def snapshot(self) -> str:
-        """Return the JSON of the planner's Snapshot after all that it was told of."""
+    def snapshot(self) -> Snapshot:
+        """Return the planner's Snapshot after all that it was told of."""
         self._snapshot = None
         self._send(("snapshot",))
         self._wait(lambda: self._snapshot is not None)
@@ -132,10 +132,10 @@ class PlannerProcess:
         """Keep a message for the loop."""
         with self._has_news:
             match message:
-                case ("reply", reply, text):
-                    self._replies[reply.step] = reply, text
-                case ("snapshot", text):
-                    self._snapshot = text
+                case ("reply", reply):
+                    self._replies[reply.step] = reply
+                case ("snapshot", snapshot):
+                    self._snapshot = snapshot
                 case ("fault", kind, text):
                     kinds = {"ValueError": ValueError, "RuntimeError": RuntimeError}
                     self._fault = self._fault or kinds[kind](text)

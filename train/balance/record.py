@@ -3,11 +3,11 @@
 import dataclasses
 import json
 
-from moejax.balance import adoptions
+from moejax.balance import codec
 from moejax.balance.adoptions import Adoptions
 from moejax.balance.planning import Snapshot, Task
 
-FORMAT = 3
+FORMAT = 4
 """Number of the format of a record, which rises when its fields change."""
 
 
@@ -20,20 +20,12 @@ class BalanceRecord:
     """First step that this balancer has observed; None before it."""
     task: Task
     """What the planner knew of the run. A run that goes on has its own."""
-    planner: str
-    """JSON of the planner's Snapshot."""
+    planner: Snapshot
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` restores the record bit for bit."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "adoptions": adoptions.to_json(self.now),
-                "first_step": self.first_step,
-                "task": self.task.to_json(),
-                "planner": self.planner,
-            }
-        )
+        values = self.now, self.first_step, self.task, self.planner
+        return json.dumps({"format": FORMAT, "values": codec.dumps(values)})
 
     @classmethod
     def from_json(cls, text: str) -> "BalanceRecord | None":
@@ -41,15 +33,9 @@ class BalanceRecord:
         record = json.loads(text)
         if record.get("format") != FORMAT:
             return None
-        return cls(
-            Adoptions(**adoptions.fields(record["adoptions"])),
-            record["first_step"],
-            Task.from_json(record["task"]),
-            record["planner"],
-        )
+        return cls(*codec.loads(record["values"]))
 
     def settled(self) -> "BalanceRecord":
         """Return the record after the planner has taken all events. Two equal runs have
         it in common, however far their planners were when they were saved."""
-        snapshot = Snapshot.from_json(self.planner).settled(self.task)
-        return dataclasses.replace(self, planner=snapshot.to_json())
+        return dataclasses.replace(self, planner=self.planner.settled(self.task))

@@ -63,8 +63,6 @@ class KernelCheck:
             return ""
         if self.case.kernel == "attention":
             return "Model.attention = 'blocked'"
-        if self.case.kernel == "water_fill":
-            return "Dispatch.fused_split = False"
         return "Dispatch.kernels = 'plain'"
 
 
@@ -79,7 +77,8 @@ def kernel_checks(run: Resolved) -> list[KernelCheck]:
     moves = [move_case(move, *sizes) for move in MOVES]
     moves.append(move_case("weighted_sum", *sizes, has_gates=False))
     checks += [KernelCheck(move, permute) for move in moves]
-    if layout.fused_split:
+    filling = run.kernels.get("water_fill")
+    if filling is not None and filling.implementation == "hopper":
         colors = max_colors(layout.num_experts, layout.num_slots)
         case = water_fill_case(colors, layout.num_devices)
         checks.append(KernelCheck(case, "hopper"))

@@ -9,17 +9,25 @@ moejax.plan.water_filling.sweep.
 
 from jaxtyping import Array, Int
 
+from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.water_fill.portable import Filled
 from moejax.kernels.water_fill.portable import water_fill as portable_water_fill
 
-__all__ = ["Filled", "fits_fused", "water_fill"]
+__all__ = ["Filled", "choose_water_fill", "water_fill"]
 
 
-def fits_fused(num_colors: int, num_bins: int) -> bool:
-    """Return whether the fused kernel has room for a table of these sizes."""
+def choose_water_fill(num_colors: int, num_bins: int) -> KernelChoice:
+    """Return the implementation for a table of these sizes on the current device:
+    'hopper' or 'portable', a loop at which the host of a GPU waits."""
+    if why := why_not_hopper():
+        return KernelChoice("portable", why)
+    # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.water_fill import hopper
 
-    return hopper.fits(num_colors, num_bins)
+    declined = None
+    if not hopper.fits(num_colors, num_bins):
+        declined = f"no room for {num_colors} colors on {num_bins} devices"
+    return hopper_or("portable", declined)
 
 
 def water_fill(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.kernels.water_fill import water_fill
+from moejax.kernels.water_fill import choose_water_fill, water_fill
 from moejax.moe.split.deal import find_active
 from moejax.moe.types import Placement
 from moejax.plan.edge_coloring import max_colors
@@ -55,6 +55,8 @@ def fill(
     With tolerance 0 that is the optimum.
     """
     w, num_colors = layout.num_devices, placement.num_colors_l
+    most_colors = max_colors(layout.num_experts, layout.num_slots)
+    kernel = choose_water_fill(most_colors, w).implementation
     expert_q, device_q, is_active_q = find_active(placement, layout)
     rows_q = _divide_evenly(load_e, expert_q, is_active_q, placement)
 
@@ -70,7 +72,7 @@ def fill(
         num_colors,
         tolerance,
         max_sweeps=MAX_SWEEPS,
-        fused=layout.fused_split,
+        fused=layout.kernels == "auto" and kernel == "hopper",
     )
     rows_q = jnp.where(color_q < 0, rows_q, filled.amount_cw[color_q, device_q])
 

@@ -90,37 +90,15 @@ def test_ragged_lowers_for_cuda(pass_):
     assert "stablehlo.all_to_all" not in text
 
 
-HOPPER, AMPERE = (
-    types.SimpleNamespace(platform="gpu", compute_capability=x, device_kind="a GPU")
-    for x in ("9.0", "8.0")
-)
+HOPPER = types.SimpleNamespace(platform="gpu")
 
 
-@pytest.mark.parametrize(
-    ("changes", "fix"),
-    [
-        ({"transport": "ragged"}, r"use Dispatch\.transport"),
-        ({"split": "water_filling", "fused_split": True}, r"use Dispatch\.fused_split"),
-    ],
-)
-def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
-    layout, here = Layout(4, 2, 2, 8, **changes), jax.devices()[0]
-    with pytest.raises(NotImplementedError, match=fix):
+def test_what_needs_a_gpu_declines_on_the_cpu():
+    layout, here = Layout(4, 2, 2, 8, transport="ragged"), jax.devices()[0]
+    with pytest.raises(NotImplementedError, match=r"use Dispatch\.transport"):
         check_device(layout, here)
     check_device(layout, HOPPER)
     check_device(Layout(4, 2, 2, 8), here)
-
-
-@pytest.mark.parametrize(
-    ("layout", "device"),
-    [
-        (Layout(4, 2, 2, 8, split="water_filling", fused_split=True), AMPERE),
-        (Layout(256, 256, 1, 8, split="water_filling", fused_split=True), HOPPER),
-    ],
-)
-def test_the_fused_split_declines_where_its_kernel_would(layout, device):
-    with pytest.raises(NotImplementedError, match=r"use Dispatch\.fused_split = False"):
-        check_device(layout, device)
 
 
 def test_every_transport_of_a_layout_exists():

@@ -13,8 +13,10 @@ import pytest
 
 from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
+from moejax.kernels.device import KernelChoice
 from moejax.moe import route
 from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
+from moejax.moe.split import water_filling
 from moejax.plan import shadowing
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -158,11 +160,13 @@ def test_every_device_decides_the_same(split):
 
 
 @pytest.mark.slow
-def test_the_fused_split_is_one_kernel_in_the_layer():
+def test_the_fused_split_is_one_kernel_in_the_layer(monkeypatch):
     """A train step lowered for CUDA contains the fused kernel once, forward and
     backward together."""
-    layout = split_layout(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
-    layer = make_layer(EIGHT, layout)
+    layout = split_layout(EIGHT, ALONE, "resident", "water_filling")
+    hopper = KernelChoice("hopper", "as on a Hopper GPU")
+    monkeypatch.setattr(water_filling, "choose_water_fill", lambda *_: hopper)
+    layer = make_layer.__wrapped__(EIGHT, layout)
     args = on_mesh(layer, split_plan(layout), operands(BATCH, "zipf"))
     text = layer.run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from moejax.balance.planning import Observed, Snapshot
+from moejax.balance.planning import Observed
 from tests.support.close import assert_close
 from tests.support.page_contract import decode, require_contract
 from tests.support.plan_history import plan_records, tables
@@ -352,7 +352,7 @@ def pending(calibration) -> list[str]:
 
 def uncollected(balance: BalanceRecord) -> list[int]:
     """Return the steps with a reply that is not collected, or is yet to be made."""
-    snapshot = Snapshot.from_json(balance.planner)
+    snapshot = balance.planner
     events = [x.step for x in snapshot.events if isinstance(x, Observed)]
     return [x.step for x in snapshot.replies] + events
 

@@ -57,8 +57,7 @@ def test_experts_travel_over_data_once_a_step(gather, store):
 
 def test_a_merged_group_gathers_no_expert_over_data():
     """Experts lie on one device of data x expert, and travel by all_to_all."""
-    fields = {"group": "data_expert", "offers_per_device": 1}
-    jaxpr = trace(dispatch=STORES["transient"] | fields)
+    jaxpr = trace(dispatch=STORES["transient"] | {"group": "data_expert"})
     sizes = [
         eqn.invars[0].aval.size
         for eqn, _ in equations(jaxpr)
