@@ -134,7 +134,7 @@ def _missing() -> dict[str, str]:
     from tests.support.browser import missing_chromium
     from tools.bench.grouped_dot_peers import missing_tokamax
     from tools.compiled import wheels
-    from train.logs.track.setup import missing_trackers
+    from train.logs.trackers import missing_trackers
 
     missing = {}
     if os.geteuid() != 0:

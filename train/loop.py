@@ -34,15 +34,12 @@ from train.launch.processes import (
     wait_for_all,
 )
 from train.launch.program import RunFailed, say_loudly
-from train.logs import attempts
 from train.logs.goodput import Stopwatch
-from train.logs.memory import memory_fields
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
 from train.logs.progress import Display, shown
-from train.logs.records import Records, step_record
+from train.logs.records import Records, attempt_line, memory_fields, step_record
 from train.logs.run_dir import RunDir
-from train.logs.track.setup import Setup, flat_fields
 from train.replicas.replay import Replay
 from train.replicas.watch import Replicas
 from train.step.gpu_options import options_line
@@ -142,12 +139,11 @@ def _train(
             )
         first = 0 if state is None else int(state.step)
         goodput.resume(first)
-        tracking = _tracking(job, run_dir, config_text, extras, first)
         with (
             stop.answered(say_loudly),
             goodput,
             job.used_data_verified(first, lambda: stop.signal is not None, say),
-            Records(run_dir, cfg, first, tracking) as records,
+            Records(run_dir.path, cfg, first, extras.track, config_text) as records,
             _attempt(job, records, goodput),
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
@@ -188,22 +184,11 @@ def _train(
     )
 
 
-def _tracking(
-    job: Job, run_dir: RunDir, config_text: str, extras: Extras, step: int
-) -> Setup | None:
-    """Return what trackers are told of a run that goes on after `step`; None without
-    trackers."""
-    if not extras.track:
-        return None
-    fields = flat_fields(job.cfg.to_dict())
-    return Setup(extras.track, str(run_dir.path), step, config_text, fields)
-
-
 def _attempt(job: Job, records: Records, goodput: Stopwatch):
     """Return a context that records where this attempt begins and how it ends."""
     mesh, num_steps = job.cfg.mesh, job.cfg.train.num_steps
-    begin = attempts.begun(goodput.step, goodput.attempt, goodput.begun_at, mesh)
-    return attempts.recorded(records.attempt, begin, lambda: goodput.step, num_steps)
+    begin = attempt_line(goodput.step, goodput.attempt, goodput.begun_at, mesh)
+    return records.attempt(begin, lambda: goodput.step, num_steps)
 
 
 def _restore_or_begin(
@@ -306,7 +291,8 @@ def _context(
     """Return the context of the steps, which writes the records and prints the lines
     where the balancer does. The comparison of replicas is compiled."""
     say = balancing.say
-    peak = peak_tflops(job.model.mesh.size, job.cfg.train.peak_tflops)
+    mesh = job.model.mesh
+    peak = job.cfg.train.peak_tflops or peak_tflops(mesh.devices.flat[0].device_kind)
     restored = functools.partial(restore, job, checkpointer, lambda _: None)
     replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
     with goodput.at("compile"):
@@ -315,7 +301,7 @@ def _context(
         job=job,
         checkpointer=checkpointer,
         records=balancing.records,
-        peak_tflops=peak,
+        peak_tflops=peak and peak * mesh.size,
         balancing=balancing,
         in_flight=InFlight(job.model.run, balancing, watchdog),
         stop=stop,

@@ -43,7 +43,7 @@ from train.launch.program import (  # noqa: E402
     start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
-from train.logs.track.setup import parse_names, require_installed  # noqa: E402
+from train.logs.trackers import parse_names, require_installed  # noqa: E402
 from train.messages import visible  # noqa: E402
 
 DEFAULT_TARGET = "h100"

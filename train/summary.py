@@ -16,10 +16,9 @@ from train.files import path_named, write_whole
 from train.job import Job
 from train.launch.processes import from_first_process
 from train.launch.program import say_loudly
-from train.logs.accounts import goodput_lines, report
 from train.logs.balance_summary import balance_lines, count, summarise_balance
+from train.logs.goodput import goodput_lines, report
 from train.logs.record_lines import read_records
-from train.logs.schema import SCHEMA
 from train.loop import Outcome
 
 FILE = "summary.json"
@@ -87,7 +86,6 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
     loss = outcome.evaluation.loss
     step_sec = float(np.median(outcome.step_secs)) if outcome.step_secs else None
     summary = {
-        "schema": SCHEMA,
         "step": int(outcome.state.step),
         "eval_loss": loss if math.isfinite(loss) else None,
         "trigram_loss": from_first_process(lambda: _trigram_loss(job)),

@@ -151,7 +151,7 @@ class Train:
     """Number of devices to simulate on the CPU; None: the devices of this machine."""
     peak_tflops: float | None = None
     """Peak throughput of one device in TFLOP/s, for MFU (model FLOPs utilization).
-    None: the value of a known GPU's data sheet, or of a measurement on a CPU."""
+    None: the value of a known GPU's data sheet."""
 
     def __post_init__(self) -> None:
         require_min(

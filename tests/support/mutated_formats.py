@@ -252,7 +252,7 @@ def read_metrics(folder: pathlib.Path) -> None:
     """Summarise and draw the log, cut it back and continue it."""
     from train.config import gin_reader
     from train.logs.balance_summary import balance_lines, summarise_balance
-    from train.logs.records import MetricsLog
+    from train.logs.record_lines import MetricsLog
 
     path = folder / "metrics.jsonl"
     cfg = gin_reader.load([ROOT / "tests" / "support" / "balanced.gin"])

@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator
 
-from train.logs.track.setup import OWN_PACKAGES
+from train.logs.trackers import OWN_PACKAGES
 
 sys.path.append(str(OWN_PACKAGES))
 

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from tests.support.metrics_lines import DECISIONS, balanced_lines
-from train.logs.accounts import BUCKETS
+from train.logs.goodput import BUCKETS
 
 CONFIG = """Balance.policy = 'eplb'
 
@@ -37,8 +37,8 @@ GOODPUT = [
 ]
 """Two attempts, of which the second goes on from step 20."""
 ATTEMPTS = [
-    {"step": 0, "attempt": 1, "at": 1e9, "schema": 2, "num_devices": 4},
-    {"step": 20, "attempt": 2, "at": 1e9 + 25, "schema": 2, "num_devices": 4},
+    {"step": 0, "attempt": 1, "at": 1e9, "num_devices": 4},
+    {"step": 20, "attempt": 2, "at": 1e9 + 25, "num_devices": 4},
 ]
 
 

@@ -100,7 +100,6 @@ def assert_files_keep_their_schema(run_dir) -> None:
     assert (start["step"], start["kind"]) == (1, "start")
     shown = shown_steps(run_dir / "tensorboard")
     assert shown["loss/train"] == list(range(1, NUM_STEPS + 1))
-    assert shown["load/over_mean"] == [50]
     assert start["slot_to_expert_lp"] == [list(range(8))] * 2
 
 

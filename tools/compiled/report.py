@@ -58,13 +58,12 @@ def make_record(
 def speed(step: CompiledStep, travels: Summary, target: Target) -> dict[str, Any]:
     """Return tokens per second and MFU at the estimated seconds of a step. MFU is None
     for a GPU whose peak is not known."""
-    from train.logs.peak import DENSE_BF16_TFLOPS
+    from train.logs.peak import peak_tflops
 
     cfg = step.run.cfg
     rate = cfg.train.batch_size * cfg.data.seq_len / travels.step_sec
     tflops = flops_per_token(cfg.network).train * rate / 1e12
-    peaks = (peak for name, peak in DENSE_BF16_TFLOPS.items() if name in target.name)
-    peak = next(peaks, None)
+    peak = peak_tflops(target.name)
     mfu = None if peak is None else tflops / (peak * cfg.mesh.num_devices)
     return {"tok_per_sec": rate, "mfu": mfu}
 

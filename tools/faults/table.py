@@ -265,22 +265,14 @@ def damage_programs(run: Run, rng: random.Random) -> None:
         raise Broken(f"{how}: nothing is said of {len(entries)} entries")
 
 
-def damage_metrics(run: Run, rng: random.Random) -> None:
-    """Put a bad line into metrics.jsonl: no other line is lost."""
-    _damage_lines(run, rng, "metrics.jsonl")
-
-
-def damage_samples(run: Run, rng: random.Random) -> None:
-    """Put a bad line into a file of sample ids: no other line is lost."""
-    _damage_lines(run, rng, f"samples-{rng.randrange(run.num_processes)}.jsonl")
-
-
 def damage_goodput(run: Run, rng: random.Random) -> None:
     """Put a bad line into goodput.jsonl: the account of the time goes on without it."""
     path = run.place.run_dir / "goodput.jsonl"
     attempt = max(line["attempt"] for line in read_lines(path))
-    _insert_bad_line(path, rng)
-    _go_on_at_once(run)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(rng.randrange(len(lines)), rng.choice(GARBAGE) + b"\n")
+    path.write_bytes(b"".join(lines))
+    _go_on_at_once(run, f"LINES LEFT OUT: 1 of {path}")
     if read_lines(path)[-1]["attempt"] <= attempt:
         raise Broken(f"the next attempt does not count {attempt} attempts before")
 
@@ -366,16 +358,8 @@ FAULTS = (
     Fault("checkpoint", "set aside, named, never used", "resting", damage_checkpoint),
     Fault("compilation cache", "no other program runs", "resting", damage_programs),
     Fault(
-        "metrics line", "kept aside, named, no other line lost",
-        "resting", damage_metrics,
-    ),
-    Fault(
         "torn metrics", "the torn line is cut, no other line lost",
         "resting", tear_metrics,
-    ),
-    Fault(
-        "samples line", "kept aside, named, no other line lost",
-        "resting", damage_samples,
     ),
     Fault(
         "goodput line", "left out, the account of the time goes on",
@@ -451,26 +435,6 @@ def _remount_read_only(run: Run, folder: pathlib.Path) -> None:
     while subprocess.run(words, check=False, capture_output=True).returncode:
         if time.monotonic() > end_sec or run.has_ended():
             raise Broken("the folder was never idle, and stayed writable")
-
-
-def _damage_lines(run: Run, rng: random.Random, name: str) -> None:
-    """Insert a bad line into a file of the run directory; check that the next start
-    names the file, and keeps the line in a file beside."""
-    path = run.place.run_dir / name
-    bad = _insert_bad_line(path, rng)
-    aside = path.with_name(f"{name}.damaged")
-    _go_on_at_once(run, f"lines of {path} are moved to {aside.name}")
-    if bad not in aside.read_bytes().splitlines():
-        raise Broken(f"{aside.name} has not the bad line of {name}")
-
-
-def _insert_bad_line(path: pathlib.Path, rng: random.Random) -> bytes:
-    """Insert a line of garbage before one of the lines of a file, and return it."""
-    bad, share = rng.choice(GARBAGE), rng.random()
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines.insert(int(share * len(lines)), bad + b"\n")
-    path.write_bytes(b"".join(lines))
-    return bad
 
 
 def _array_files(folder: pathlib.Path) -> list[pathlib.Path]:

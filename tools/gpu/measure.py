@@ -185,7 +185,8 @@ def measure(cfg: Config, num_steps: int) -> Iterator[dict[str, Any]]:
     placement = home_placement(model.run)
     state = init_state(model.run, model.optimizer, model.layout.store)
     sizes = cfg.train.batch_size, cfg.train.accumulate_steps
-    peak = peak_tflops(model.mesh.size, cfg.train.peak_tflops)
+    one = cfg.train.peak_tflops or peak_tflops(device.device_kind)
+    peak = one and one * model.mesh.size
     times_sec: list[float] = []
     losses: list[float] = []
     begin, before = time.perf_counter(), None

@@ -7,8 +7,10 @@ import numpy as np
 
 from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
-from train.logs.heat_map import COLORS, MAX_LOG2
+from tools.run_page.page import COLORS
 
+MAX_LOG2 = 2.0
+"""Logarithm of the load over the mean at which COLORS end."""
 MAX_HEAT_ROWS = 32
 GREY, BLUE = "0.72", "#0072b2"
 REPLICA_COLORS = "tab20"

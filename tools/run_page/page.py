@@ -11,14 +11,22 @@ import json
 import pathlib
 import re
 
-from train.logs.accounts import BUCKETS
-from train.logs.heat_map import COLORS
+from train.logs.goodput import BUCKETS
 
 BROWSER = pathlib.Path(__file__).parent / "browser"
 SCRIPTS = (
     "dom.js", "data.js", "figures.js", "curves.js", "overview.js", "time.js", "load.js",
     "layer.js", "decisions.js", "tables.js", "sections.js",
 )  # fmt: skip
+COLORS = (
+    (20, 60, 140),
+    (105, 160, 205),
+    (246, 245, 241),
+    (232, 150, 85),
+    (150, 45, 5),
+)
+"""Red, green and blue of loads from a quarter of the mean to four times the mean. The
+white in the middle is the mean."""
 
 
 def render(data: dict) -> str:

@@ -33,8 +33,8 @@ from tools.run_page.plain import clean_text, evenly, left_out, plain
 from tools.run_page.plans import plans_data
 from tools.run_page.state import find_state
 from train.files import path_named
-from train.logs.accounts import Account, is_account, report
-from train.logs.record_lines import MAX_LINE_BYTES, lines, parse_line
+from train.logs.goodput import Account, is_account, report
+from train.logs.record_lines import parse_line
 
 MAX_FILE_BYTES = 2**26
 MAX_ATTEMPTS = 500
@@ -108,8 +108,8 @@ def _lines(folder: pathlib.Path, name: str, torn: dict[str, int]) -> Iterator[by
     except FileNotFoundError:
         return
     with path_named(path), file:
-        for line in lines(file):
-            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+        for line in file:
+            if not line.endswith(b"\n"):
                 torn[name] = len(line)
                 return
             yield line

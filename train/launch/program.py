@@ -25,9 +25,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 DONE, CRASHED, BAD_INPUT, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
-COMPILES_AHEAD = "compiles ahead"
-"""Name of the threads that compile a relayout. A program does not wait for them when it
-ends."""
+COMPILES_AHEAD, TRACKS = "compiles ahead", "tracks"
+"""Names of the threads that compile a relayout, and of those that call a tracker. A
+program does not wait for them when it ends."""
 
 GPU_MEMORY_FRACTION = 0.92
 """Share of a GPU's memory that JAX takes at its start; NVIDIA's libraries get the rest.
@@ -187,7 +187,8 @@ def end(code: int) -> int:
 
     Such are threads of orbax after a save that failed: they wait for a folder that is
     never made (seen on a read-only disk). A thread that still compiles ahead would
-    crash, because Python goes away under XLA's compiler (seen).
+    crash, because Python goes away under XLA's compiler (seen). A tracker that hangs
+    may have left something for Python to wait for at its exit.
     """
     if any(_is_left(thread) for thread in threading.enumerate()):
         if _has_joined():
@@ -200,7 +201,7 @@ def _is_left(thread: threading.Thread) -> bool:
     """Return whether Python would wait for a thread, or crash under it."""
     if thread is threading.main_thread():
         return False
-    return not thread.daemon or thread.name == COMPILES_AHEAD
+    return not thread.daemon or thread.name in (COMPILES_AHEAD, TRACKS)
 
 
 def refuse(error: Exception | str, code: int, as_json: bool) -> int:

@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
-from rich.text import Text
 
 BYTES = "B"
 
@@ -38,26 +38,30 @@ def counted(
     `poll`, if given, returns the amount done; it is called in a thread. Without `total`
     there is no time that is left. What is printed meanwhile stays above.
     """
+    amount = (MofNCompleteColumn(), TextColumn(unit))
+    if unit == BYTES:
+        amount = (DownloadColumn(), TransferSpeedColumn())
+    console = Console(file=sys.stderr, highlight=False)
     progress = _Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
-        _Amount(unit),
+        *amount,
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}", markup=False),
-        console=Console(file=sys.stderr, highlight=False),
+        console=console,
         transient=True,
-        disable=not Console(file=sys.stderr).is_interactive,
+        disable=not console.is_interactive,
     )
-    counter = Counter(progress, progress.add_task(what, total=total, text=""))
-    progress.poll, progress.counter = poll, counter
+    task = progress.add_task(what, total=total, text="")
+    progress.counter, progress.poll = Counter(progress, task), poll
     with progress:
-        yield counter
+        yield progress.counter
 
 
 class Counter:
     """The amount of work that is done."""
 
-    def __init__(self, progress: Progress, task) -> None:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
     def advance(self, number: float = 1) -> None:
@@ -83,24 +87,6 @@ class _Progress(Progress):
     counter: Counter | None = None
 
     def get_renderables(self):
-        if self.poll is not None and self.counter is not None:
+        if self.poll is not None:
             self.counter.set(done=self.poll())
         return super().get_renderables()
-
-
-class _Amount(ProgressColumn):
-    """How much is done, of how much, and the rate."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        of = "" if task.total is None else f" of {self._text(task.total)}"
-        rate = f", {self._text(task.speed)}/s" if task.speed else ""
-        return Text(f"{self._text(task.completed)}{of}{rate}")
-
-    def _text(self, number: float) -> str:
-        if self._unit == BYTES:
-            return decimal(int(number))
-        return f"{number:,.3g} {self._unit}"

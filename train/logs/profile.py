@@ -66,47 +66,47 @@ class Window:
         `hlo_text` is `as_text` of the compiled step. It is called once, when the trace
         ends.
         """
-        self.folder = pathlib.Path(os.path.abspath(folder))
+        self._folder = pathlib.Path(os.path.abspath(folder))
         self._steps, self._say, self._hlo_text = steps, say, hlo_text
-        self._text = f"{steps.start}:{steps.stop}"
         self._annotation = None
         self._traced: list[int] = []
-        self._has_begun, self._is_open, self._is_over = False, False, not steps
+        """Steps that the trace holds, which is open if there are any."""
+        self._is_over = not steps
 
     def __enter__(self) -> "Window":
         return self
 
     def __exit__(self, *_) -> None:
         """Keep what has been traced when a run ends within the window."""
-        if self._is_open:
+        if self._traced and not self._is_over:
             self._stop()
         elif not self._is_over:
             self._say(f"no profile: the run ended before step {self._steps.start}")
-        self._is_over = True
 
     def is_edge(self, step: int) -> bool:
         """Return whether `after` waits for this step, and may take seconds."""
-        is_last = self._is_open and step + 1 == self._steps.stop
-        return is_last or (not self._is_over and step + 1 == self._steps.start)
+        if self._is_over:
+            return False
+        is_last = bool(self._traced) and step + 1 == self._steps.stop
+        return is_last or step + 1 == self._steps.start
 
     def before(self, step: int) -> None:
         """Open the trace at the first step of the window that this process runs."""
-        if not self._has_begun and not self._is_over and step >= self._steps.stop:
+        if not self._is_over and step >= self._steps.stop:
             self._say(
-                f"no profile: steps {self._text} lie before step {step}, where this "
-                "run goes on"
+                f"no profile: steps {self._steps.start}:{self._steps.stop} lie before "
+                f"step {step}, where this run goes on"
             )
             self._is_over = True
-        self._has_begun = True
         if self._is_over or step not in self._steps:
             return
         import jax
 
-        if not self._is_open:
+        if not self._traced:
             self._start()
-        if self._is_open:
-            name = "train_step"
-            self._annotation = jax.profiler.StepTraceAnnotation(name, step_num=step)
+        if not self._is_over:
+            mark = jax.profiler.StepTraceAnnotation("train_step", step_num=step)
+            self._annotation = mark
             self._annotation.__enter__()
             self._traced.append(step)
 
@@ -118,24 +118,23 @@ class Window:
             import jax
 
             jax.block_until_ready(outputs)
-        if self._is_open and step + 1 == self._steps.stop:
-            self._stop()
+            if self._traced:
+                self._stop()
 
     def _start(self) -> None:
         """Begin the trace."""
         import jax
 
-        self.folder /= f"step-{self._steps.start}-{self._steps.stop}"
+        self._folder /= f"step-{self._steps.start}-{self._steps.stop}"
         if jax.process_count() > 1:
-            self.folder /= f"process-{jax.process_index()}"
+            self._folder /= f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls would bury the rest
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(
-                self.folder, create_perfetto_trace=True, profiler_options=options
+                self._folder, create_perfetto_trace=True, profiler_options=options
             )
-            self._is_open = True
         except (OSError, RuntimeError) as fault:
             self._fail(fault)
 
@@ -144,20 +143,26 @@ class Window:
         import jax
 
         self._end_annotation()
-        self._is_open, self._is_over = False, True
+        self._is_over = True
         try:
             jax.profiler.stop_trace()
-            self._tidy()
+            *_, newest = sorted(
+                self._folder.glob("plugins/profile/*"), key=os.path.getmtime
+            )
+            name = "perfetto_trace.json.gz"  # to the top; jax's second copy goes
+            (newest / name).replace(self._folder / name)
+            for copy in newest.glob("*.trace.json.gz"):
+                copy.unlink()
             if self._hlo_text is not None:
                 text = json.dumps(op_names(self._hlo_text()))
-                path = self.folder / "op_names.json.gz"
+                path = self._folder / "op_names.json.gz"
                 path.write_bytes(gzip.compress(text.encode(), mtime=0))
         except (OSError, RuntimeError, ValueError) as fault:
             self._fail(fault)
             return
         first, last = self._traced[0], self._traced[-1]
         self._say(
-            f"profile of steps {first} to {last}: {self.folder} "
+            f"profile of steps {first} to {last}: {self._folder} "
             "(python tools/read_profile.py prints what is in it)"
         )
 
@@ -167,20 +172,12 @@ class Window:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
 
-    def _tidy(self) -> None:
-        """Move the trace that people read to the top of the folder, and remove jax's
-        second copy of it."""
-        *_, newest = sorted(self.folder.glob("plugins/profile/*"), key=os.path.getmtime)
-        name = "perfetto_trace.json.gz"
-        (newest / name).replace(self.folder / name)
-        for copy in newest.glob("*.trace.json.gz"):
-            copy.unlink()
-
     def _fail(self, fault: Exception) -> None:
         """Give up the trace, and say so."""
         self._is_over = True
         self._say(
-            f"NO PROFILE of steps {self._text}: {one_line(fault)}; training goes on"
+            f"NO PROFILE of steps {self._steps.start}:{self._steps.stop}: "
+            f"{one_line(fault)}; training goes on"
         )
 
 

@@ -1,30 +1,26 @@
-"""Files with one JSON object a line: read them, and set damaged lines aside.
+"""Files with one JSON object a line, each with an int `step`: read, cut and append.
 
-Each object has an int `step`, and steps do not fall from line to line. A line that
-breaks this rule is damaged: a bad sector or an editor changed it, or a crash of the
-machine left zeros. The lines after it are as good as before.
+A kill or a lost power supply can tear the last line. The next writer of the file cuts
+it off. Readers leave out lines that are damaged. Both say so.
 """
 
-import array
-import bisect
-import dataclasses
-import itertools
+import contextlib
+import io
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
-from train.files import path_named, replace
+import numpy as np
 
-MAX_LINE_BYTES = 2**23
-"""Longest line that is parsed; it bounds the memory of a reader. The loads of 128
-layers with 4096 experts take 4 MB."""
-MAX_NAMED = 5
-"""Number of damaged lines that a message names, at most."""
+from train.files import path_named
+from train.launch.program import say_loudly
+
 MAX_STEP = 2**53
-DAMAGED_SUFFIX = ".damaged"
-"""Suffix of the file to which the damaged lines of another file are moved."""
+"""Steps are smaller: JSON's readers in browsers have no larger whole numbers."""
+BLOCK_BYTES = 2**16
+"""Bytes that are read at once where the end of a file is looked at."""
 
 TIMED = (
     "tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec",
@@ -33,21 +29,37 @@ TIMED = (
 """Fields of a line of metrics that depend on the time that steps take, or on the memory
 that the process has."""
 
-_DAMAGED, _LATER, _KEPT = 0, 1, 2
-_LINE_SIZE = 2**32
-"""Size of a line in a sequence; a step that is not in the sequence yet adds 1."""
 
-
-def read_records(path: pathlib.Path) -> Iterator[dict]:
-    """Yield the objects of a file in order, without damaged lines; none if there is no
-    such file. The steps may be out of order."""
+def read_records(
+    path: pathlib.Path, *, say: Callable[[str], None] = say_loudly
+) -> Iterator[dict]:
+    """Yield the objects of a file in order; none if there is no such file. Damaged
+    lines are left out, and `say` is told of them at the end."""
     if not path.is_file():
         return
+    damaged = []
     with path_named(path), path.open("rb") as file:
-        for line in lines(file):
-            record = parse_line(line)
-            if isinstance(record, dict):
+        for number, line in enumerate(file, start=1):
+            if (record := parse_line(line)) is not None:
                 yield record
+            else:
+                damaged.append(number)
+    if damaged:
+        say(
+            f"LINES LEFT OUT: {len(damaged)} of {path} are torn or damaged; the first "
+            f"is line {damaged[0]}"
+        )
+
+
+def parse_line(line: bytes) -> dict | None:
+    """Return the object of a line; None if the line is damaged: it is no JSON object,
+    as one that is torn, or has no step."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < MAX_STEP else None
 
 
 def without_times(record: dict) -> dict:
@@ -62,214 +74,110 @@ def kind_of(record: dict) -> str:
     return next((kind for kind in kinds if kind in record), "")
 
 
-def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file, one that is too long in pieces of MAX_LINE_BYTES."""
-    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+class MetricsLog:
+    """A file to which objects are appended; use as a context.
 
-
-def parse_line(line: bytes) -> dict | str:
-    """Return the object of a line, or what is wrong with the line."""
-    if len(line) >= MAX_LINE_BYTES:
-        return "too long"
-    if b"\0" in line:
-        return "it holds NUL bytes"
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if not isinstance(record, dict):
-        return "not an object"
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step < MAX_STEP else "no step"
-
-
-def cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict:
-    """Remove the lines after `step`, the last step that is done, and a torn last line;
-    return the last object that stays, or {}.
-
-    Damaged lines are appended to <path>.damaged and removed. The file is replaced in
-    one atomic operation. Where there is no room for that, damaged lines stay where they
-    are. `say` gets one line about each of the three.
+    When `append` returns, the whole line has been handed to the operating system. A
+    full disk costs lines, with a message on standard error, but does not end the run.
     """
-    with path_named(path):
-        return _cut_back(path, step, say)
 
+    def __init__(
+        self, path: str | os.PathLike, *, say: Callable[[str], None] = say_loudly
+    ) -> None:
+        """Open the file, and cut off a last line that is torn."""
+        self._path, self._say = pathlib.Path(path), say
+        self._num_lost = 0
+        self._last: dict = {}
+        self._file = io.FileIO(self._path, "ab+")
+        with path_named(self._path):
+            self._cut_torn_line()
 
-def _cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict:
-    """Do the work of `cut_back`. Errors of reads and writes do not name the file."""
-    survey = _survey(path)
-    survey.mark_later(step)
-    if survey.torn_bytes:
-        say(
-            f"METRICS CUT: the last line of {path} was torn after {survey.torn_bytes} "
-            "bytes, and is removed"
-        )
-    if survey.num_damaged:
-        named = [f"line {n}: {why}" for n, why in sorted(survey.faults.items())]
-        more = survey.num_damaged - len(named)
-        text = "; ".join(named) + (f"; and {more} more" if more else "")
-        aside = path.with_name(path.name + DAMAGED_SUFFIX)
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def cut_back(self, step: int) -> None:
+        """Cut off the lines after `step`, the last step that is done. Damaged lines
+        before stay."""
+        end = 0
+        with path_named(self._path), self._path.open("rb") as file:
+            for line in file:
+                record = parse_line(line)
+                if record is not None and record["step"] > step:
+                    break
+                self._last = record or self._last
+                end += len(line)
+            if end != os.fstat(file.fileno()).st_size:
+                self._file.truncate(end)
+                os.fsync(self._file.fileno())
+
+    def ends_with(self, step: int, name: str) -> bool:
+        """Return whether the file's last line is a record of this step with a field
+        `name`."""
+        return self._last.get("step") == step and name in self._last
+
+    def append(self, record: dict) -> None:
+        """Write one line. NaN and infinities become null, and NumPy values plain
+        numbers and lists."""
+        assert isinstance(record["step"], int), record
+        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
         try:
-            _set_aside(path, aside, survey.marks)
-            say(
-                f"METRICS DAMAGED: {survey.num_damaged} lines of {path} are moved to "
-                f"{aside.name}, and all others stay ({text})"
-            )
-            return _last_record(path)
+            if self._file.write(line) != len(line):
+                raise OSError("no space left for a whole line")
         except OSError as fault:
-            say(
-                f"METRICS DAMAGED: {survey.num_damaged} lines of {path} stay in it, "
-                f"since they cannot be moved to {aside.name}: {fault} ({text})"
-            )
-    _truncate(path, survey.marks)
-    return _last_record(path)
+            if os.fstat(self._file.fileno()).st_size != end:
+                with path_named(self._path):
+                    self._file.truncate(end)
+            self._num_lost += 1
+            if self._num_lost == 1:
+                self._say(
+                    f"METRICS NOT WRITTEN from step {record['step']} on: {fault}: "
+                    f"{self._path}; training goes on, and the lines are lost"
+                )
+        else:
+            self._last = record
+            if self._num_lost:
+                self._say(f"metrics are written again, without {self._num_lost} lines")
+            self._num_lost = 0
 
+    def close(self) -> None:
+        """Return when the lines are on the disk, or a message says that they may be
+        lost."""
+        if self._file.closed:
+            return
+        with contextlib.closing(self._file):
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as fault:
+                self._say(f"METRICS MAY BE LOST: {fault}: {self._path}")
 
-@dataclasses.dataclass
-class _Survey:
-    """The lines of a file: a mark for each, and the steps of the good ones.
-
-    A line takes 1 byte, and a good one 8 bytes more; 41 bytes while the longest
-    sequence of a file with steps out of order is found.
-    """
-
-    marks: bytearray
-    steps: array.array
-    faults: dict[int, str]
-    """What is wrong with the first damaged lines, by line number from 1."""
-    num_damaged: int = 0
-    torn_bytes: int = 0
-    """Length of a last line without an end."""
-
-    def damage(self, line: int, fault: str) -> None:
-        """Note that a line, counted from 0, is damaged."""
-        self.marks[line] = _DAMAGED
-        self.num_damaged += 1
-        if len(self.faults) < MAX_NAMED:
-            self.faults[line + 1] = fault
-
-    def mark_later(self, last_step: int) -> None:
-        """Mark the good lines after `last_step`."""
-        index = 0
-        for line, mark in enumerate(self.marks):
-            if mark == _KEPT:
-                if self.steps[index] > last_step:
-                    self.marks[line] = _LATER
-                index += 1
-
-
-def _survey(path: pathlib.Path) -> _Survey:
-    """Return the good and the damaged lines of a file.
-
-    Lines whose steps are out of order count as damaged: those that are not in the
-    longest sequence in order.
-    """
-    survey = _Survey(bytearray(), array.array("q"), {})
-    with path.open("rb") as file:
-        for line in lines(file):
-            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                survey.torn_bytes = len(line)
+    def _cut_torn_line(self) -> None:
+        """Cut the file off after its last newline."""
+        descriptor = self._file.fileno()
+        size = end = os.fstat(descriptor).st_size
+        while end:
+            begin = max(end - BLOCK_BYTES, 0)
+            newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
                 break
-            survey.marks.append(_KEPT)
-            record = parse_line(line)
-            if isinstance(record, dict):
-                survey.steps.append(record["step"])
-            else:
-                survey.damage(len(survey.marks) - 1, record)
-    in_order = _longest_in_order(survey.steps)
-    if not all(in_order):
-        kept, index = array.array("q"), 0
-        for line, mark in enumerate(survey.marks):
-            if mark != _KEPT:
-                continue
-            step = survey.steps[index]
-            if in_order[index]:
-                kept.append(step)
-            else:
-                survey.damage(line, f"step {step} is out of order")
-            index += 1
-        survey.steps = kept
-    return survey
+            end = begin
+        if end != size:
+            self._file.truncate(end)
+            self._say(f"the last line of {self._path} was torn, and is cut off")
 
 
-def _longest_in_order(steps: array.array) -> bytearray:
-    """Return a 1 for each line of a longest sequence in order, and 0 for others.
-
-    Steps in order do not fall. Of two sequences with as many lines, the one with more
-    different steps is longer, since a wrong step often repeats one of the other lines.
-
-    `ends` holds steps with which a sequence can end, in rising order. The sequence to a
-    later one of them is longer (`sizes`); `last` is the index of its last line.
-
-    >>> list(_longest_in_order(array.array("q", [1, 2, 92, 4, 4])))
-    [1, 1, 0, 1, 1]
-    """
-    if all(a <= b for a, b in itertools.pairwise(steps)):
-        return bytearray(b"\1") * len(steps)
-    ends, sizes, last = array.array("q"), array.array("q"), array.array("q")
-    previous = array.array("q")
-    for line, step in enumerate(steps):
-        first = bisect.bisect_left(ends, step)
-        stop = bisect.bisect_right(ends, step, first)
-        previous.append(last[stop - 1] if stop else -1)
-        size = _LINE_SIZE + (first == stop) + (sizes[stop - 1] if stop else 0)
-        while stop < len(ends) and sizes[stop] <= size:
-            stop += 1
-        ends[first:stop] = array.array("q", [step])
-        sizes[first:stop] = array.array("q", [size])
-        last[first:stop] = array.array("q", [line])
-    is_kept = bytearray(len(steps))
-    line = last[-1]
-    while line >= 0:
-        is_kept[line] = 1
-        line = previous[line]
-    return is_kept
-
-
-def _set_aside(path: pathlib.Path, aside: pathlib.Path, marks: bytearray) -> None:
-    """Append the damaged lines of a file to `aside`, and replace the file by the lines
-    that are kept. The damaged ones are on the disk first."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with (
-            path.open("rb") as file,
-            path_named(aside),
-            aside.open("ab") as damaged,
-            partial.open("wb") as kept,
-        ):
-            for line, mark in zip(lines(file), marks):  # without a torn last line
-                if mark == _KEPT:
-                    kept.write(line)
-                elif mark == _DAMAGED:
-                    damaged.write(line)
-            for written in (damaged, kept):
-                written.flush()
-                os.fsync(written.fileno())
-        replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _truncate(path: pathlib.Path, marks: bytearray) -> None:
-    """Cut off a file at the first line that is marked as a later one, or before a torn
-    last line."""
-    end = 0
-    with path.open("rb+") as file:
-        for line, mark in zip(lines(file), marks):
-            if mark == _LATER:
-                break
-            end += len(line)
-        if end != file.seek(0, os.SEEK_END):
-            file.truncate(end)
-            os.fsync(file.fileno())
-
-
-def _last_record(path: pathlib.Path) -> dict:
-    """Return the object of the last line, or {} where that has none."""
-    last = b""
-    with path.open("rb") as file:
-        for line in lines(file):
-            last = line
-    record = parse_line(last)
-    return record if isinstance(record, dict) else {}
+def _plain(value):
+    """Return a value that JSON can express: NaN and infinities become None."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from train.files import path_named
 from train.launch.processes import STDERR, are_several, from_first_process, is_first
-from train.launch.program import say_loudly
 from train.launch.streams import LenientStream
 
 LOCK = ".lock"
@@ -83,8 +82,11 @@ def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
             log.parent.mkdir(exist_ok=True)
             held.enter_context(_native_stderr_in(log))
         if not is_first():
-            before, sys.stdout = sys.stdout, held.enter_context(_Log(log))
-            held.callback(setattr, sys, "stdout", before)
+            file = io.FileIO(log, "ab")
+            text = io.TextIOWrapper(file, "utf-8", "replace", write_through=True)
+            held.enter_context(text)
+            held.callback(setattr, sys, "stdout", sys.stdout)
+            sys.stdout = LenientStream(text)
         yield RunDir(path, archived and pathlib.Path(archived), log)
 
 
@@ -107,29 +109,6 @@ def _native_stderr_in(path: pathlib.Path) -> Iterator[None]:
         os.close(terminal)
         sys.stderr.close()
         sys.stderr = python_stderr
-
-
-class _Log(io.TextIOBase):
-    """A text stream to the end of a file. A full disk costs text, with one message on
-    standard error, but does not end the run."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path, self._is_failing = path, False
-        self._file = io.FileIO(path, "ab")
-
-    def write(self, text: str) -> int:
-        try:
-            self._file.write(text.encode(errors="replace"))
-            self._is_failing = False
-        except OSError as fault:
-            if not self._is_failing:
-                say_loudly(f"LOG NOT WRITTEN: {fault}: {self._path}; the run goes on")
-            self._is_failing = True
-        return len(text)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _lock(path: pathlib.Path) -> int:

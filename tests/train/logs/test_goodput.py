@@ -12,9 +12,16 @@ from functools import partial
 import pytest
 
 from tests.support.close import assert_close
-from train.logs import accounts
-from train.logs.accounts import BUCKETS, goodput_lines, report
-from train.logs.goodput import Stopwatch, next_attempt
+from train.logs.goodput import (
+    BUCKETS,
+    FILE,
+    Account,
+    Stopwatch,
+    goodput_lines,
+    next_attempt,
+    read_lines,
+    report,
+)
 
 BEGUN_AT = 1e9
 """Time of the fake clock's zero, in seconds since 1970."""
@@ -170,7 +177,7 @@ def test_lines_are_few(tmp_path):
         for step in range(1, 100_001):
             clock.sec += 0.25
             watch.tick(step)
-    lines = accounts.read_lines(tmp_path / accounts.FILE)
+    lines = read_lines(tmp_path / FILE)
     at = [line["at"] - BEGUN_AT for line in lines]
     gaps = [b - a for a, b in itertools.pairwise(at)]
     assert gaps[0] == 1.0
@@ -180,7 +187,7 @@ def test_lines_are_few(tmp_path):
 
 
 def test_damaged_lines_are_left_out(tmp_path):
-    path = tmp_path / accounts.FILE
+    path = tmp_path / FILE
     good = make_line(3, 5.0, useful=2.0)
     bad = [
         b"", b"\0\0", b"null", b"[]", b"{}", b'{"step": 1', b"\xff",
@@ -190,18 +197,18 @@ def test_damaged_lines_are_left_out(tmp_path):
         json.dumps(good | {"down_sec": float("nan")}).encode(),
     ]  # fmt: skip
     path.write_bytes(b"\n".join([*bad, json.dumps(good).encode(), *bad]))
-    assert accounts.read_lines(path) == [good]
+    assert read_lines(path) == [good]
 
 
 def test_an_attempt_that_is_refused_leaves_no_line(tmp_path):
     with pytest.raises(ValueError, match="another model"), Clock().watch(tmp_path):
         raise ValueError("a checkpoint of another model")
-    assert accounts.read_lines(tmp_path / accounts.FILE) == []
+    assert read_lines(tmp_path / FILE) == []
 
 
 def test_printed_lines_name_the_largest_losses_first():
     sec = dict.fromkeys(BUCKETS, 0.0) | {"useful": 80.0, "saves": 5.0, "compile": 15.0}
-    account = accounts.Account(sec, 12.0, 3)
+    account = Account(sec, 12.0, 3)
     assert goodput_lines(report(account)) == [
         "goodput         80.0% of 100 s in useful steps; 3 attempts, 12 s between them "
         "not counted",

@@ -1,21 +1,27 @@
-"""Test the records of steps and the file metrics.jsonl."""
+"""Test the records of steps and of attempts."""
 
+import contextlib
 import dataclasses
-import errno
 import json
-import math
+import mmap
+import types
 
 import numpy as np
 import pytest
 
 from moejax.config import Config, Train
 from moejax.moe.types import RouterLosses, RoutingStats
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
-from train.logs import record_lines
-from train.logs import records as records_module
-from train.logs.records import MetricsLog, Records, home_std_over_std, step_record
-from train.logs.run_dir import RunDir
-from train.logs.track.setup import Setup
+from tests.support.run_schema import check
+from train.logs.records import (
+    GIB,
+    Records,
+    attempt_line,
+    home_std_over_std,
+    memory_fields,
+    step_record,
+)
 from train.step.step import StepMetrics
 
 
@@ -38,8 +44,7 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
     rng = np.random.default_rng(0)
     cfg = Config(train=Train(log_load_every_steps=3))
     routing = []
-    tracking = Setup(("tensorboard",), str(tmp_path), 0, "a = 1", {})
-    with Records(RunDir(tmp_path, None), cfg, 0, tracking) as records:
+    with Records(tmp_path, cfg, 0, ("tensorboard",), "a = 1") as records:
         for step in range(1, 8):
             metrics = make_metrics(rng)
             routing.append(metrics.routing)
@@ -100,123 +105,58 @@ def test_experts_without_a_choice_are_dead_for_the_step():
     assert record["dead_experts"] == [0, 2]
 
 
-def read_steps(path):
-    """Return the steps of the lines of a file."""
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_metrics_are_valid_json(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(
-        {
-            "step": 1,
-            "loss": np.float32(1.5),
-            "bad": [math.nan, -math.inf, {"deep": (np.float64("inf"), 2.0)}],
-            "rounds_l": np.array([1, 2]),
-            "ratio_l": np.array([np.nan, 1.25], np.float32),
-        }
-    )
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text.endswith("}\n")
-    assert json.loads(text, parse_constant=refuse) == {
-        "step": 1,
-        "loss": 1.5,
-        "bad": [None, None, {"deep": [None, 2.0]}],
-        "rounds_l": [1, 2],
-        "ratio_l": [None, 1.25],
-    }
-    log.close()
-
-
 @pytest.mark.parametrize(
-    "torn", [b"", b'{"step": 2, "lo', b'{"step": 2}', b"\0\0\0\n", b"[2]\n", b"\xff\n"]
+    ("fault", "last_step", "end", "why"),
+    [
+        (None, 9, "finished", ""),
+        (None, 5, "stopped", ""),
+        (OSError("no\nspace"), 5, "failed", "no space"),
+        (KeyboardInterrupt(), 5, "failed", "KeyboardInterrupt"),
+    ],
 )
-@pytest.mark.parametrize("step", [0, 1, 3, 9])
-def test_cut_back(tmp_path, step, torn):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for k in (1, 2, 2, 3):
-        log.append({"step": k})
-    log.close()
-    with path.open("ab") as file:
-        file.write(torn)
-    log = MetricsLog(path)
-    log.cut_back(step)
-    kept = [k for k in (1, 2, 2, 3) if k <= step]
-    assert read_steps(path) == kept
-    log.append({"step": step + 1})
-    assert read_steps(path) == [*kept, step + 1]
-    log.close()
-    log.close()
+def test_an_attempt_has_a_line_of_its_begin_and_of_its_end(
+    tmp_path, fault, last_step, end, why
+):
+    begin = attempt_line(3, 2, 1e9, Topology(data=2, expert=4))
+    with (
+        contextlib.suppress(OSError, KeyboardInterrupt),
+        Records(tmp_path, Config(), 3) as records,
+        records.attempt(begin, lambda: last_step, 9),
+    ):
+        assert json.loads((tmp_path / "attempts.jsonl").read_text()) == begin
+        if fault is not None:
+            raise fault
+    lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    line = json.loads(lines[1])
+    check("attempt_begin", begin)
+    check("attempt_end", line)
+    assert (line["attempt"], line["step"]) == (2, last_step)
+    assert (line["end"], line["why"]) == (end, why)
 
 
-def test_lines_are_there_before_close(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    for k in range(3):
-        log.append({"step": k})
-        assert read_steps(tmp_path / "metrics.jsonl") == list(range(k + 1))
-    log.close()
+def test_memory_is_that_of_the_fullest_device():
+    def device(**sizes_gib: float):
+        stats = {name: int(gib * GIB) for name, gib in sizes_gib.items()}
+        return types.SimpleNamespace(memory_stats=lambda: stats or None)
+
+    fields = memory_fields(
+        [
+            device(bytes_in_use=1.5, peak_bytes_in_use=2.5),
+            device(bytes_in_use=1.25, peak_bytes_in_use=3.0),
+        ]
+    )
+    assert fields["device_memory_gib"] == 1.5
+    assert fields["peak_device_memory_gib"] == 3.0
+    without = memory_fields([device()])
+    assert without["device_memory_gib"] is without["peak_device_memory_gib"] is None
 
 
-def test_full_disk_costs_lines_and_not_the_run():
-    messages = []
-    log = MetricsLog("/dev/full", say=messages.append)
-    for k in range(3):
-        log.append({"step": k})
-    assert len(messages) == 1
-    assert "METRICS NOT WRITTEN from step 0 on" in messages[0]
-    assert "No space left" in messages[0]
-
-
-def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
-    """A line that a full disk cuts off is removed, so that the file has whole lines
-    only."""
-    messages = []
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, say=messages.append)
-    log.append({"step": 1})
-    whole = log._file
-
-    class Short:
-        write = staticmethod(lambda line: whole.write(line[:4]))
-        fileno, truncate = whole.fileno, whole.truncate
-
-    monkeypatch.setattr(log, "_file", Short)
-    log.append({"step": 2})
-    log.append({"step": 3})
-    monkeypatch.setattr(log, "_file", whole)
-    log.append({"step": 4})
-    assert read_steps(path) == [1, 4]
-    assert len(messages) == 2
-    assert "written again, without 2 lines" in messages[1]
-    log.close()
-
-
-def test_an_error_of_the_last_sync_is_said_and_ends_nothing(tmp_path, monkeypatch):
-    messages = []
-    log = MetricsLog(tmp_path / "metrics.jsonl", say=messages.append)
-    log.append({"step": 1})
-
-    def fail(descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(records_module.os, "fsync", fail)
-    log.close()
-    assert "METRICS MAY BE LOST" in messages[0]
-    assert str(tmp_path / "metrics.jsonl") in messages[0]
-
-
-def test_an_error_of_a_cut_names_the_file(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(record_lines.os, "fsync", fail)
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
-        record_lines.cut_back(path, 1, pytest.fail)
+def test_host_memory_grows_with_what_is_written():
+    before = memory_fields([])["host_memory_gib"]
+    block = mmap.mmap(-1, 2**26)  # 64 MiB that no allocator has in reserve
+    for _ in range(64):
+        block.write(b"x" * 2**20)
+    grown_mib = 1024 * (memory_fields([])["host_memory_gib"] - before)
+    assert 50 < grown_mib < 100
+    block.close()
