@@ -200,7 +200,7 @@ def _add_output(add: Callable) -> None:
     add(
         "--plain",
         action="store_true",
-        help="print lines on a terminal too, as to a file (default: a screen there)",
+        help="print lines on a terminal too, as to a file (default: a bar there)",
     )
     add(
         "--track",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 from tools.faults.worker import DONE, ORDER, ORDERS, PACE, PARAM
 from train.launch.cluster import PROCESS_ID
+from train.logs.record_lines import read_records
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tools" / "faults" / "chaos.gin"
@@ -336,17 +337,9 @@ class Run:
 
 
 def read_lines(path: pathlib.Path) -> list[dict]:
-    """Return the objects of a file of JSON lines. Lines that are torn, or no objects
-    with a step, are left out."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+    """Return the records of a file that a run may be writing, without a line that is
+    not whole yet."""
+    return list(read_records(path, say=lambda _: None))
 
 
 def is_running(pid: int) -> bool:

@@ -69,20 +69,18 @@ class Metrics:
         """Damaged lines, and steps out of order."""
         self.evals: dict[int, float] = {}
         self.decisions: list[dict] = []
-        steps = []
+        self.steps: list[Step] = []
         for line in lines:
             record = parse_line(line)
-            kind = kind_of(record) if isinstance(record, dict) else "damaged"
-            if kind == "loss":
-                steps.append(_step(record))
+            kind = "damaged" if record is None else kind_of(record)
+            if kind == "loss" and record["step"] > self.last_step:
+                self.steps.append(_step(record))
             elif kind == "eval_loss":
                 self.evals[record["step"]] = as_number(record["eval_loss"])
             elif kind == "decision" and (decision := _decision(record)):
                 self.decisions.append(decision)
             elif kind:
                 self.num_bad += 1
-        self.steps = _in_order(steps)
-        self.num_bad += len(steps) - len(self.steps)
 
     @property
     def last_step(self) -> int:
@@ -239,19 +237,6 @@ def _step(record: dict) -> Step:
         step_msec=as_number(record.get("step_msec")),
         waited_sec=sum(waits) / 1000 if "adopt_msec" in record else None,
     )
-
-
-def _in_order(steps: list[Step]) -> list[Step]:
-    """Return the steps that rise. A step that jumps ahead is left out where the line
-    after it goes on from before: its number was damaged."""
-    kept: list[Step] = []
-    last = 0
-    for step, after in zip(steps, [*steps[1:], None]):
-        is_jump = step.step > last + 1 and after is not None
-        if step.step > last and not (is_jump and last < after.step < step.step):
-            kept.append(step)
-            last = step.step
-    return kept
 
 
 def _decision(record: dict) -> dict | None:

@@ -22,8 +22,8 @@ def plans_data(lines: Iterable[bytes], max_bytes: int) -> tuple[dict, list[str]]
     for line in lines:
         record = parse_line(line)
         try:
-            if not isinstance(record, dict):
-                raise ValueError(record)
+            if record is None:
+                raise ValueError(line)
             table_lp = _table(record, plans[-1][1] if plans else None)
         except (LookupError, TypeError, ValueError, OverflowError):
             num_bad += 1

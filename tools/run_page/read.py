@@ -121,7 +121,7 @@ def _attempts(lines: Iterator[bytes]) -> tuple[list[dict], dict, list[str]]:
     starts, ends, num_bad = {}, {}, 0
     for line in lines:
         record = parse_line(line)
-        if isinstance(record, dict) and type(number := record.get("attempt")) is int:
+        if record and type(number := record.get("attempt")) is int:
             (ends if "end" in record else starts)[number] = plain(record)
         else:
             num_bad += 1
@@ -142,7 +142,7 @@ def _goodput(lines: Iterator[bytes], max_lines: int) -> tuple[dict | None, list[
     accounts, num_bad = [], 0
     for line in lines:
         record = parse_line(line)
-        if isinstance(record, dict) and is_account(record):
+        if record and is_account(record):
             accounts.append(record)
         else:
             num_bad += 1

@@ -71,8 +71,7 @@ class Metrics:
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            record = parse_line(line)
-            if isinstance(record, dict):
+            if (record := parse_line(line)) is not None:
                 self.records.append(record)
                 if "step_msec" in record:
                     self.last_step = record["step"]

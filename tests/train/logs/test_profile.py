@@ -86,28 +86,22 @@ def test_trace_holds_the_steps_of_the_window_and_the_names_of_our_parts(step, tm
         assert all(row["busy_msec"] >= 0 for row in rows.values())
 
 
-def test_resumed_run_past_the_window_says_so(step, tmp_path):
+@pytest.mark.parametrize(
+    ("window", "steps", "said"),
+    [
+        ("", range(1, 4), []),
+        ("30:50", range(1, 4), ["no profile: the run ended before step 30"]),
+        (
+            "3:5", range(5, 8),
+            ["no profile: steps 3:5 lie before step 5, where this run goes on"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_without_steps_in_the_window_says_so(step, tmp_path, window, steps, said):
     messages = []
-    run_steps(Window(tmp_path, range(3, 5), messages.append), step, range(5, 8))
-    assert messages == [
-        "no profile: steps 3:5 lie before step 5, where this run goes on"
-    ]
+    run_steps(Window(tmp_path, parse_steps(window), messages.append), step, steps)
+    assert messages == said
     assert not list(tmp_path.iterdir())
-
-
-def test_no_steps_is_no_window(step, tmp_path):
-    messages = []
-    assert (
-        run_steps(Window(tmp_path, parse_steps(""), messages.append), step, range(1, 4))
-        == []
-    )
-    assert (messages, list(tmp_path.iterdir())) == ([], [])
-
-
-def test_run_that_ends_before_the_window_says_so(step, tmp_path):
-    messages = []
-    run_steps(Window(tmp_path, range(30, 50), messages.append), step, range(1, 4))
-    assert messages == ["no profile: the run ended before step 30"]
 
 
 def test_run_that_ends_or_begins_within_the_window_keeps_its_part(step, tmp_path):
@@ -204,29 +198,6 @@ def test_parts_of_forward_backward_and_later_rounds():
     assert read_profile.layer_part("state.params['embed_vd']") == "gathered"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        b"",
-        b"no gzip",
-        gzip.compress(b"no json", mtime=0),
-        gzip.compress(b"[]", mtime=0),
-        gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}', mtime=0),
-        gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
-        gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
-    ],
-)
-def test_a_file_that_is_no_trace_is_an_error_of_one_line(content, tmp_path, capsys):
-    if content is not None:
-        (tmp_path / "perfetto_trace.json.gz").write_bytes(content)
-    assert read_profile.main([str(tmp_path), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert json.loads(out)["exit_code"] == 2
-
-
 def test_modules_do_not_import_jax(repo):
     code = (
         "import sys, train.logs.profile, train.logs.trackers; "
@@ -235,27 +206,37 @@ def test_modules_do_not_import_jax(repo):
     assert subprocess.check_output([sys.executable, "-c", code], cwd=repo) == b"False\n"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:-6] + bytes(6),
-        lambda data: data[:-4],
-        lambda data: b"no gzip",
-        lambda data: gzip.compress(b"[" * 10**5),
-        lambda data: gzip.compress(data_of(ts=None)),
-        lambda data: gzip.compress(data_of(args={"hlo_op": []})),
-        lambda data: gzip.compress(b'{"traceEvents": []}'),
-    ],
-)
-def test_a_damaged_trace_is_named(damage, tmp_path):
-    path = tmp_path / "perfetto_trace.json.gz"
-    path.write_bytes(damage(gzip.compress(data_of())))
-    with pytest.raises(ValueError, match=path.name) as error:
-        read_profile.read_summary(path)
-    assert "\n" not in str(error.value)
-
-
-def data_of(**changes) -> bytes:
+def trace_of(**changes) -> bytes:
     """Return a trace with one span, whose fields are changed."""
     span = {"ph": "X", "name": "train_step", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
     return json.dumps({"traceEvents": [span | changes]}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"no gzip",
+        gzip.compress(b"no json", mtime=0),
+        gzip.compress(b"[]", mtime=0),
+        gzip.compress(b"[" * 10**5, mtime=0),
+        gzip.compress(b'{"traceEvents": []}', mtime=0),
+        gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}', mtime=0),
+        gzip.compress(trace_of(ts=None), mtime=0),
+        gzip.compress(trace_of(args={"hlo_op": []}), mtime=0),
+        gzip.compress(trace_of(), mtime=0)[:-4],
+        gzip.compress(trace_of(), mtime=0)[:-6] + bytes(6),
+        gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
+    ],
+)
+def test_a_file_that_is_no_trace_is_an_error_of_one_line(content, tmp_path, capsys):
+    path = tmp_path / "perfetto_trace.json.gz"
+    if content is not None:
+        path.write_bytes(content)
+    assert read_profile.main([str(tmp_path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert str(tmp_path) in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["exit_code"] == 2
