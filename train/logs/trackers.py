@@ -260,6 +260,8 @@ class WeightsAndBiases:
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Else W&B asks for a key on a terminal, and waits for the answer.
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         self._given_step = run.given_step
@@ -270,9 +272,7 @@ class WeightsAndBiases:
             id=os.environ.get("WANDB_RUN_ID", run.id),
             resume="allow",
             config=run.config,
-            settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True
-            ),
+            settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
         )
         if self._run.resumed:
             self._run.config.update(run.config, allow_val_change=True)
@@ -297,6 +297,7 @@ class Mlflow:
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI")
