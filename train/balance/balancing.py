@@ -319,7 +319,7 @@ class Balancing:
         """Write the line of the plan and layout with which an attempt begins, before
         `step`."""
         plan_and_layout = self.plan, self.layout, self._sent_bytes()
-        self.records.plan(plan_lines.start_line(step, *plan_and_layout))
+        self.records.plan(plan_lines.whole_line(step, "start", *plan_and_layout))
 
     def _record_adoption(
         self, step: int, before: ExpertPlan, *, is_relayout: bool
@@ -328,7 +328,7 @@ class Balancing:
         place of the plan `before`."""
         if is_relayout:
             plan_and_layout = self.plan, self.layout, self._sent_bytes()
-            line = plan_lines.relayout_line(step, *plan_and_layout)
+            line = plan_lines.whole_line(step, "relayout", *plan_and_layout)
         else:
             line = plan_lines.swap_line(step, before, self.plan, self.layout)
         self.records.plan(line)

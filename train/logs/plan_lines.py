@@ -20,21 +20,18 @@ from moejax.plan.layout import Layout
 FILE = "plans.jsonl"
 
 
-def start_line(
-    step: int, plan: ExpertPlan, layout: Layout, sent_bytes: dict[str, float]
+def whole_line(
+    step: int, kind: str, plan: ExpertPlan, layout: Layout, sent_bytes: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the line of the plan that is in use when an attempt begins, before `step`.
+    """Return the line of a `start` or `relayout`, with the layout and the whole table.
 
     `sent_bytes` are those that a device sends in a step, by collective.
     """
-    return _whole_line(step, "start", plan, layout, sent_bytes)
-
-
-def relayout_line(
-    step: int, plan: ExpertPlan, layout: Layout, sent_bytes: dict[str, float]
-) -> dict[str, Any]:
-    """Return the line of a relayout, with the bytes of `start_line`."""
-    return _whole_line(step, "relayout", plan, layout, sent_bytes)
+    return _head(step, kind, plan, layout) | {
+        "layout": dataclasses.asdict(layout),
+        "bytes": {name: round(size) for name, size in sent_bytes.items()},
+        "slot_to_expert_lp": plan.slot_to_expert_lp.tolist(),
+    }
 
 
 def swap_line(
@@ -48,17 +45,6 @@ def swap_line(
     changed = {"changed": changes.tolist()}
     shorter = min(whole, changed, key=lambda part: len(json.dumps(part)))
     return _head(step, "swap", plan, layout) | shorter
-
-
-def _whole_line(
-    step: int, kind: str, plan: ExpertPlan, layout: Layout, sent_bytes: dict[str, float]
-) -> dict[str, Any]:
-    """Return a line with the layout and the whole table."""
-    return _head(step, kind, plan, layout) | {
-        "layout": dataclasses.asdict(layout),
-        "bytes": {name: round(size) for name, size in sent_bytes.items()},
-        "slot_to_expert_lp": plan.slot_to_expert_lp.tolist(),
-    }
 
 
 def _head(step: int, kind: str, plan: ExpertPlan, layout: Layout) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from moejax.plan.layout import Layout
 from tests.support.plan_history import tables
 from tests.support.random_plans import random_plan
 from tests.support.run_schema import check
-from train.logs.plan_lines import relayout_line, start_line, swap_line
+from train.logs.plan_lines import swap_line, whole_line
 
 LAYOUT = Layout(
     8, 4, 3, 64, store="transient", offers_per_device=2, copies_per_device=3
@@ -27,10 +27,10 @@ def test_tables_are_those_of_the_plans(seed):
     few[1, 2], few[2, 0] = -1, 5
     plans.append(type(plans[0])(few, 8, plans[-1].owned_le))
     wide = random_plan(rng, WIDE, 3)
-    lines = [start_line(1, plans[0], LAYOUT, {"all_to_all expert rows": 12.0})]
+    lines = [whole_line(1, "start", plans[0], LAYOUT, {"all_to_all expert rows": 12.0})]
     for step, (before, plan) in enumerate(itertools.pairwise(plans), start=2):
         lines.append(swap_line(step, before, plan, LAYOUT))
-    lines.append(relayout_line(9, wide, WIDE, {}))
+    lines.append(whole_line(9, "relayout", wide, WIDE, {}))
     lines = [json.loads(json.dumps(line)) for line in lines]
     for line, table_lp, plan in zip(lines, tables(lines), [*plans, wide], strict=True):
         check("plan", line)
