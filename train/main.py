@@ -251,7 +251,6 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     from train.checkpoint.aside import go_back
     from train.logs.run_dir import share
     from train.loop import Extras, train
-    from train.step.low_priority import mark_compiler_threads
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
@@ -262,7 +261,6 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return check_devices(cfg, args)
     if args.track:
         from_first_process(lambda: require_installed(args.track))
-    mark_compiler_threads()
     path = run_directory(cfg, args)
     cfg, is_new = look_back(cfg, path, fresh)
     job = prepare_checked(cfg, is_new)

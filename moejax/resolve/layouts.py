@@ -189,7 +189,10 @@ def _store_sizes(
     the expert axis alone, since data parallelism holds as many copies anyway. A split
     that makes replicas has a slot for one copy beside each own expert: for dynamic
     replication that is always enough. There is a copy for each slot beyond the own
-    experts, and one at least, so that a plan may move an expert.
+    experts, and one at least, so that a plan may move an expert. A device offers as
+    many of its own experts as it holds copies, since what may travel travels in each
+    step; all of them in a group of several axes, and twice as many where each
+    micro-batch has other copies.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
     own = moe.num_experts // partition.num_owners
@@ -204,7 +207,10 @@ def _store_sizes(
     if store not in ("transient", "resident"):
         return slots, 0, 0
     copies = slots - own if is_dynamic else max(slots - own, 1)
-    return slots, own if is_dynamic or alone > own else min(2, own), copies
+    if alone > own:
+        return slots, own, copies
+    offers = 2 * copies if dispatch.split == "dynamic" else copies
+    return slots, min(offers, own), copies
 
 
 def _home_chunks(cfg: Config, partition: Partition) -> int:

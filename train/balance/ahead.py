@@ -14,10 +14,6 @@ from moejax.axes import everywhere
 from train.launch.program import COMPILES_AHEAD
 from train.messages import one_line
 from train.step.compiled import require_room
-from train.step.low_priority import code_generated_at_low_priority, take_cores_back
-
-YIELDS_SEC = 0.5
-"""Time after which threads of a compilation that is waited for are looked for again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +59,7 @@ class Ahead:
 
     def _run(self, make) -> None:
         try:
-            with code_generated_at_low_priority():
-                steps = make()
+            steps = make()
             steps.require_room()
         except Exception as fault:
             self._fault = f"{type(fault).__name__}: {one_line(fault)}"
@@ -77,10 +72,8 @@ class Ahead:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the compilation has ended, which yields no cores any more."""
-        while not self.is_done:
-            take_cores_back()  # again, for threads that began to yield since
-            self._thread.join(YIELDS_SEC)
+        """Return when the compilation has ended."""
+        self._thread.join()
 
     def result(self) -> tuple[Steps | None, str]:
         """Wait for the compilation. Return the steps and '', or None and the error."""

@@ -445,8 +445,7 @@ class Balancing:
                 self._mover.prepare_reshard(
                     "sharded" if layout.store == "sharded" else "owned"
                 )
-        model, is_beside_steps = self._job.model.relaid(layout), before is not None
-        return Steps(*compile_steps(model, yields_cores=is_beside_steps))
+        return Steps(*compile_steps(self._job.model.relaid(layout)))
 
     def _set_placement(self) -> None:
         """Put the index tables of the current plan on the devices."""

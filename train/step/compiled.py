@@ -14,7 +14,6 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
 from train.step.gpu_options import compiler_options
-from train.step.low_priority import yield_cores
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 from train.step.step import (
@@ -50,14 +49,12 @@ def trace_train_step(context: StepContext):
     return make_train_step(context).trace(*_abstract_args(context))
 
 
-def compile_steps(context: StepContext, *, yields_cores: bool = False):
+def compile_steps(context: StepContext):
     """Return the exact train step, the evaluation step and the loop-free train step,
     compiled for the mesh's devices.
 
     The evaluation step takes windows of one micro-batch. The loop-free step is None
-    unless the layout's overflow is 'redo'. With `yields_cores` XLA compiles at low
-    priority. Tracing keeps its priority, because it holds Python's lock, for which the
-    thread that dispatches steps would wait.
+    unless the layout's overflow is 'redo'.
     """
     state, placement, windows, *_ = _abstract_args(context)
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
@@ -65,8 +62,7 @@ def compile_steps(context: StepContext, *, yields_cores: bool = False):
     exact = context._replace(is_exact=True)
     options = compiler_options(context.mesh.devices.flat[0].platform)
     compile_lowered = partial(Lowered.compile, compiler_options=options)
-    initializer = yield_cores if yields_cores else None
-    with futures.ThreadPoolExecutor(3, initializer=initializer) as threads:
+    with futures.ThreadPoolExecutor(3) as threads:
         loop_free = None
         if context.layout.overflow == "redo":
             lowered = trace_train_step(context).lower()
