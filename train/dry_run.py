@@ -89,7 +89,7 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
         "checkpoint_bytes": _checkpoint_bytes(state),
         "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
         "layout": dataclasses.asdict(run.layout),
-        "kernels": {k: c._asdict() for k, c in run.kernels.items()},
+        "kernels": {k: [c.value, c.why] for k, c in run.kernels.items()},
         "plan": plan.digest,
         "replicas": dataclasses.asdict(covered),
         "steps": cfg.train.num_steps,
@@ -160,7 +160,7 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
 def _memory(run: Resolved) -> dict[str, int]:
     """Return the predicted bytes of one device at the peak of a step, by kind."""
     held = bytes_per_device(_abstract_state(run))
-    attention = run.kernels["attention"].implementation
+    attention = run.kernels["attention"].value
     return step_memory(run.cfg, run.layout, held, attention)
 
 

@@ -1,24 +1,17 @@
-"""Detection of Hopper GPUs, and the record of which implementation was chosen."""
+"""Detection of Hopper GPUs, and the choice of their kernels."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+
+from moejax.choice import Choice
 
 HOPPER_KINDS = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 """Names of Hopper GPUs, for devices that do not state a compute capability."""
 HOPPER = "9.0"
 """Compute capability of Hopper GPUs. Earlier and later GPUs do not have its WGMMA
 instructions."""
-
-
-class KernelChoice(NamedTuple):
-    """Implementation that was chosen for an operation, for a log line at start-up."""
-
-    implementation: str
-    """Name of the implementation, such as 'blocked' or 'hopper'."""
-    why: str
-    """Reason for the choice, as one clause."""
 
 
 def device_here() -> Any:
@@ -49,9 +42,9 @@ def why_not_hopper() -> str | None:
     return f"the kernels are for Hopper, not {device.device_kind}"
 
 
-def hopper_or(other: str, declined: str | None) -> KernelChoice:
+def hopper_or(other: str, declined: str | None) -> Choice[str]:
     """Return the choice 'hopper', or `other` if the Hopper kernels declined the arrays
     for the reason `declined`."""
     if declined:
-        return KernelChoice(other, f"the Hopper kernels decline: {declined}")
-    return KernelChoice("hopper", device_here().device_kind)
+        return Choice(other, f"the Hopper kernels decline: {declined}")
+    return Choice("hopper", device_here().device_kind)

@@ -28,10 +28,10 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from moejax.choice import Choice
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term
-from moejax.rich import shown_by
 
 DomainSizes = tuple[int, ...]
 """Number of a domain's devices at each level."""
@@ -97,26 +97,11 @@ class LayerTraffic:
         return self.compression > 1
 
 
-@shown_by("choice")
-@dataclasses.dataclass(frozen=True)
-class DomainChoice:
-    """Domain that takes the least predicted time, and the prediction of each one."""
-
-    domain: DomainSizes
-    predictions: dict[DomainSizes, Prediction]
-    why: str
-    """Reason for the choice, in a line."""
-
-    def table(self) -> str:
-        """Return each candidate's predicted time by term, fastest first."""
-        return terms.tables(self.predictions)
-
-
 def choose(
     stream: LayerTraffic,
     calibration: Calibration,
     domains: Sequence[DomainSizes] | None = None,
-) -> DomainChoice:
+) -> Choice[DomainSizes]:
     """Return the domain that takes the least time of `domains`, smallest first; None:
     of all candidates.
 
@@ -124,9 +109,7 @@ def choose(
     """
     domains = candidates(stream.sizes) if domains is None else domains
     predictions = {domain: predict(stream, domain, calibration) for domain in domains}
-    chosen = terms.first_fastest(predictions)
-    why = f"domain {terms.why(chosen, predictions, domains[0])}"
-    return DomainChoice(chosen, predictions, why)
+    return terms.fastest(predictions, domains[0])
 
 
 def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:

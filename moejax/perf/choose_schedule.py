@@ -20,10 +20,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from functools import cached_property
 
+from moejax.choice import Choice
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
-from moejax.rich import shown_by
 
 USUAL = "base"
 """The schedule that others are compared with: DeepSpeed-MoE's."""
@@ -103,33 +103,16 @@ class MicroBatchShape:
         return 1 + self.is_training * (self.remat != "none")
 
 
-@shown_by("choice")
-@dataclasses.dataclass(frozen=True)
-class ScheduleChoice:
-    """Schedule that takes the least predicted time, and the prediction of each one."""
-
-    schedule: str
-    predictions: dict[str, Prediction]
-    why: str
-    """Reason for the choice, in a line."""
-
-    def table(self) -> str:
-        """Return each candidate's predicted time by term, fastest first."""
-        return terms.tables(self.predictions)
-
-
 def choose(
     shape: MicroBatchShape,
     calibration: Calibration,
     schedules: Collection[str] | None = None,
-) -> ScheduleChoice:
+) -> Choice[str]:
     """Return the fastest of the schedules; None: of all. Whether one can run with the
     rest of a configuration is not asked here (moejax.resolve.communication)."""
     names = [name for name in TIMES if schedules is None or name in schedules]
     predictions = {name: predict(shape, calibration, name) for name in names}
-    chosen = terms.first_fastest(predictions)
-    usual = USUAL if USUAL in names else chosen
-    return ScheduleChoice(chosen, predictions, terms.why(chosen, predictions, usual))
+    return terms.fastest(predictions, USUAL)
 
 
 def predict(

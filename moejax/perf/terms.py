@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 
+from moejax.choice import Choice
 from moejax.perf.calibration import Calibration, find_line
 from moejax.rich import shown_by
 
@@ -53,6 +54,10 @@ class Prediction:
     def total_sec(self, collective: str) -> float:
         """Return the seconds of all terms whose names begin with `collective`."""
         return sum(t.sec for t in self.terms if t.name.startswith(collective))
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{1e3 * t.sec:.3g} {t.name}" for t in self.terms)
+        return f"modelled {1e3 * self.sec:.3g} ms = {terms}"
 
     def table(self) -> str:
         """Return a line for each term: name and count, megabytes, milliseconds."""
@@ -141,7 +146,16 @@ def tables(predictions: Mapping[Hashable, Prediction]) -> str:
     return "\n\n".join(f"{name}\n{p.table()}" for name, p in ordered)
 
 
-def why[Name: Hashable](
+def fastest[Name: Hashable](
+    predictions: Mapping[Name, Prediction], usual: Name
+) -> Choice[Name]:
+    """Return the choice of the first of the fastest candidates, compared with the
+    `usual` one."""
+    chosen = first_fastest(predictions)
+    return Choice(chosen, _why(chosen, predictions, usual), predictions)
+
+
+def _why[Name: Hashable](
     chosen: Name, predictions: Mapping[Name, Prediction], usual: Name
 ) -> str:
     """Return the reason for a choice, in a line.
@@ -150,7 +164,7 @@ def why[Name: Hashable](
     best one where the usual one is chosen, and the kind of term that differs most.
     """
     best = predictions[chosen]
-    time = f"{chosen}: {1e3 * best.sec:.4g} ms a layer, modelled"
+    time = f"{1e3 * best.sec:.4g} ms a layer, modelled"
     others = {name: p for name, p in predictions.items() if name != chosen}
     if not others:
         return f"{time}, and no other can run"

@@ -7,10 +7,10 @@ of those that would run if they were named.
 import collections
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moejax.choice import Choice
 from moejax.config import Config
 from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
@@ -25,58 +25,33 @@ from moejax.resolve.partition import (
 from moejax.resolve.speeds import other_flops_per_device
 
 
-class Communication(NamedTuple):
-    """Partition of a run's layers, and the predictions behind each 'auto' choice."""
-
-    partition: Partition
-    schedule: choose_schedule.ScheduleChoice | None = None
-    """Choice of the schedule; None where no predicted times chose it."""
-    domain: choose_domain.DomainChoice | None = None
-    """Choice of the domain; None where no predicted times chose it."""
-
-    def lines(self) -> list[str]:
-        """Return the reason for each choice, and each candidate's time in ms as a sum
-        of terms."""
-        lines = []
-        for name, choice in (("schedule", self.schedule), ("domain", self.domain)):
-            if choice is None:
-                continue
-            lines.append(f"{name} {choice.why.removeprefix(name).strip()}")
-            for candidate, prediction in choice.predictions.items():
-                terms = " + ".join(
-                    f"{1e3 * t.sec:.3g} {t.name}" for t in prediction.terms
-                )
-                lines.append(
-                    f"  {candidate} modelled {1e3 * prediction.sec:.3g} ms = {terms}"
-                )
-        return lines
-
-
 def choose_communication(
     cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
-) -> Communication:
-    """Return the partition of a run's layers, with schedule and domain chosen.
+) -> tuple[Partition, dict[str, Choice]]:
+    """Return the partition of a run's layers, and the choices of 'schedule' and
+    'domain' where predicted times made them.
 
     'auto' chooses among the values that would run if they were named. Raises ValueError
     where there are none, with the reasons, and where the calibration lacks a collective
     that a prediction needs.
     """
-    schedule, domain = None, None
+    choices = {}
     is_cut = cfg.mesh.tensor > 1 or cfg.expert_shards > 1
     if is_cut and cfg.dispatch.schedule == "auto":
         named = _possible(cfg, "schedule", choose_schedule.TIMES, mesh)
-        schedule = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
-        cfg = named[schedule.schedule]
+        choice = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
+        choices["schedule"], cfg = choice, named[choice.value]
     if cfg.dispatch.domain == "auto":
         named = _possible(cfg, "domain", _domains(cfg), mesh)
         shared = next(iter(named))
         if len(named) > 1:
             traffic, has_dc = layer_traffic(cfg, calibration), len(group_sizes(cfg)) > 1
             sizes = [shared if has_dc else shared[1:] for shared in named]
-            domain = choose_domain.choose(traffic, calibration, sizes)
-            shared = domain.domain if has_dc else (1, *domain.domain)
+            choice = choose_domain.choose(traffic, calibration, sizes)
+            choices["domain"] = choice
+            shared = choice.value if has_dc else (1, *choice.value)
         cfg = named[shared]
-    return Communication(partition_of(cfg), schedule, domain)
+    return partition_of(cfg), choices
 
 
 def _domains(cfg: Config) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ gradients, are whole on every device (ZeRO stage 1 instead of 3).
 
 from typing import NamedTuple
 
+from moejax.choice import Choice
 from moejax.plan.layout import GATHERED_ONCE, Gather, Layout
 
 GIB = 2**30
@@ -16,37 +17,16 @@ makes collectives synchronous: Mixtral at 94 % has 3.2 s more work in a step, an
 gathers save 2.8 s (docs/decisions/0022-gather-once-a-step.md)."""
 
 
-class GatherChoice(NamedTuple):
-    """When slots are gathered, and the predictions behind it."""
+class Cost(NamedTuple):
+    """What gathering slots in one way takes."""
 
-    gather: Gather
-    saved_sec: float
-    """Seconds that travelling takes less in a step if slots are gathered once."""
-    once_sec: float
-    """Seconds that it takes then."""
-    layer_bytes: int
-    """Bytes of a device at the peak of a step that gathers in each layer."""
-    once_bytes: int
-    """The same of a step that gathers once."""
-    usable_bytes: int
-    """Bytes of a device that a run may use."""
+    sec: float
+    """Seconds on the way in a step."""
+    num_bytes: int
+    """Bytes of a device at the peak of the step."""
 
-    def line(self) -> str:
-        """Return the line that says what was chosen, and why."""
-        each = "in each layer of each micro-batch"
-        once_gib, usable_gib = self.once_bytes / GIB, self.usable_bytes / GIB
-        more_gib = (self.once_bytes - self.layer_bytes) / GIB
-        need = (
-            f"{once_gib:.1f} GiB; at most {SAFE:.0%} of the {usable_gib:.1f} GiB that "
-            "a run may use are taken"
-        )
-        times = (
-            f"{self.saved_sec:.3g} s less a step on the way ({self.once_sec:.3g} s, not"
-            f" {self.once_sec + self.saved_sec:.3g} s) and {more_gib:.1f} GiB more"
-        )
-        if self.gather == "step":
-            return f"gather             once a step: {times} than {each}, {need}"
-        return f"gather             {each}: once a step would take {times}, {need}"
+    def __str__(self) -> str:
+        return f"{self.sec:.3g} s on the way in a step, {self.num_bytes / GIB:.1f} GiB"
 
 
 def is_open(gather: Gather | None, layout: Layout, gather_sec: float) -> bool:
@@ -59,20 +39,13 @@ def is_open(gather: Gather | None, layout: Layout, gather_sec: float) -> bool:
     return gather is None and gather_sec > 0 and can_keep and not layout.is_local
 
 
-def choose(
-    layer: tuple[float, int], once: tuple[float, int], usable_bytes: int
-) -> GatherChoice:
-    """Return when slots are gathered, from the seconds and bytes of both ways.
-
-    Once a step is chosen where it takes less time and fits.
-    """
-    (layer_sec, layer_bytes), (once_sec, once_bytes) = layer, once
-    is_once = once_sec < layer_sec and once_bytes <= SAFE * usable_bytes
-    return GatherChoice(
-        "step" if is_once else "layer",
-        layer_sec - once_sec,
-        once_sec,
-        layer_bytes,
-        once_bytes,
-        usable_bytes,
-    )
+def choose(layer: Cost, once: Cost, usable_bytes: int) -> Choice[Gather]:
+    """Return when slots are gathered, from what both ways take: once a step where that
+    takes less time and fits into `usable_bytes` of a device, which a run may use."""
+    costs = {"layer": layer, "step": once}
+    room = f"{SAFE:.0%} of the {usable_bytes / GIB:.1f} GiB that a run may use"
+    if once.sec >= layer.sec:
+        return Choice("layer", "once a step takes as long", costs)
+    if once.num_bytes > SAFE * usable_bytes:
+        return Choice("layer", f"once a step takes more than {room}", costs)
+    return Choice("step", f"it takes less time, and at most {room}", costs)

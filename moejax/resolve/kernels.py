@@ -1,14 +1,17 @@
-"""Choice of the kernels that a run's layers use, and the line that reports it."""
+"""Choice of the kernels that a run's layers use."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import devices_of
+from moejax.choice import Choice
 from moejax.config import Config
 from moejax.kernels.attention.choose import choose_attention, why_not
 from moejax.kernels.attention.reading import Inputs, Rule
-from moejax.kernels.device import KernelChoice, device_here
+from moejax.kernels.device import device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
@@ -19,7 +22,7 @@ from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 
 
-def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
+def choose_kernels(cfg: Config, layout: Layout) -> dict[str, Choice[str]]:
     """Return the implementation of each kernel, for a layer of this layout on the
     device of this machine.
 
@@ -45,11 +48,11 @@ def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def _attention(cfg: Config) -> dict[str, KernelChoice]:
+def _attention(cfg: Config) -> dict[str, Choice[str]]:
     """Return the implementation of attention over the windows of a micro-batch."""
     named = cfg.model.attention
     if named != "auto":
-        return {"attention": KernelChoice(named, f"Model.attention='{named}'")}
+        return {"attention": Choice(named, f"Model.attention='{named}'")}
     arrays = attention_arrays(cfg)
     choices = {
         kind: choose_attention(arrays, rule)
@@ -57,7 +60,7 @@ def _attention(cfg: Config) -> dict[str, KernelChoice]:
     }
     first, *others = choices.values()
     chosen = {"attention": first}
-    if any(other.implementation != first.implementation for other in others):
+    if any(other.value != first.value for other in others):
         chosen["attention in sliding layers"] = choices["sliding"]
     return chosen
 
@@ -86,20 +89,20 @@ def attention_arrays(cfg: Config) -> Inputs:
     return Inputs(query, key, value, first, start)
 
 
-def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
+def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, Choice[str]]:
     """Return the implementations of experts' products, of row permutations and, where
     the split is water-filling, of that."""
     is_plain, why = layout.kernels == "plain", "Dispatch.kernels='plain'"
     if is_plain:
-        grouped = KernelChoice("blocked", why + _without_hopper(layout))
-        chosen = {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
+        grouped = Choice("blocked", why + _without_hopper(layout))
+        chosen = {"grouped_dot": grouped, "permute": Choice("xla", why)}
     else:
         permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
         chosen = {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
     if layout.split == "water_filling":
         num_colors = max_colors(layout.num_experts, layout.num_slots)
         filling = choose_water_fill(num_colors, layout.num_devices)
-        chosen["water_fill"] = KernelChoice("portable", why) if is_plain else filling
+        chosen["water_fill"] = Choice("portable", why) if is_plain else filling
     return chosen
 
 
@@ -110,16 +113,16 @@ def product_widths(cfg: Config, layout: Layout) -> tuple[int, int]:
     return cfg.model.d_model, cfg.moe.d_expert // shards
 
 
-def _grouped_dot(cfg: Config, layout: Layout) -> KernelChoice:
+def _grouped_dot(cfg: Config, layout: Layout) -> Choice[str]:
     """Return the implementation of the grouped products of round 0."""
     (d, f), dtype = product_widths(cfg, layout), cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
     choice = choose_grouped_dot(dtype, layout.align_rows, d, f, is_fp8=is_fp8)
     if option := cfg.moe.why_unfused:
         note = f"; no kernel fuses SwiGLU with {option}"
-        choice = choice._replace(why=choice.why + note)
-    if choice.implementation != "hopper":
-        return choice._replace(why=choice.why + _without_hopper(layout))
+        choice = dataclasses.replace(choice, why=choice.why + note)
+    if choice.value != "hopper":
+        return dataclasses.replace(choice, why=choice.why + _without_hopper(layout))
     view = layout.exchanged
     num_rows = view.num_sorted_rows(view.rows_per_peer)
     shape = ProductShape(num_rows, d, f, view.slots_per_device)
@@ -130,7 +133,7 @@ def _grouped_dot(cfg: Config, layout: Layout) -> KernelChoice:
     tiles = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
     slots = f"slots of whole tiles of {layout.align_rows} rows"
-    return KernelChoice("hopper", f"{choice.why}, {fp8}{slots}, {tiles}")
+    return Choice("hopper", f"{choice.why}, {fp8}{slots}, {tiles}")
 
 
 def _without_hopper(layout: Layout) -> str:
@@ -139,12 +142,3 @@ def _without_hopper(layout: Layout) -> str:
     if layout.fp8 == "none":
         return ""
     return f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
-
-
-def kernel_line(kernels: dict[str, KernelChoice]) -> str:
-    """Return the line that reports each kernel's implementation and the reason."""
-    choices = [
-        f"{name} {choice.implementation} ({choice.why})"
-        for name, choice in kernels.items()
-    ]
-    return f"kernels            {', '.join(choices)}"

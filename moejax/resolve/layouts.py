@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.axes import devices_of
 from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
+from moejax.choice import Choice
 from moejax.config import Config
 from moejax.kernels.device import device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
@@ -50,8 +51,8 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
     if cfg.router.training != "dense":
         layout.check_halves(micro_batch_tokens(cfg))
     layout = with_aligned_slots(cfg, layout, mesh)
-    overflow, _ = choose_overflow(cfg, layout, partition, mesh)
-    return dataclasses.replace(layout, overflow=overflow)
+    overflow = choose_overflow(cfg, layout, partition, mesh)
+    return dataclasses.replace(layout, overflow=overflow.value)
 
 
 def with_aligned_slots(
@@ -67,31 +68,32 @@ def with_aligned_slots(
     dtype, widths = cfg.model.compute_dtype, product_widths(cfg, layout)
     with devices_of(mesh):
         choice = choose_grouped_dot(dtype, align_rows, *widths, is_fp8=is_fp8)
-    if choice.implementation != "hopper":
+    if choice.value != "hopper":
         return layout
     return dataclasses.replace(layout, align_rows=align_rows)
 
 
 def choose_overflow(
     cfg: Config, layout: Layout, partition: Partition, mesh: Mesh | AbstractMesh
-) -> tuple[Overflow, str]:
-    """Return how steps of a layout treat rows that round 0 cannot carry, and why.
+) -> Choice[Overflow]:
+    """Return how steps of a layout treat rows that round 0 cannot carry.
 
     An abstract mesh that names no device stands for the device of this machine.
     """
     if cfg.router.training == "dense":
-        return "rounds", "Router.training='dense' exchanges no rows"
+        return Choice("rounds", "Router.training='dense' exchanges no rows")
     rows = -(-_source_rows(cfg, partition) // layout.num_exchanges)
     if not layout.with_rounds.has_loops(rows):
         why = "round 0 carries every row"
         if cfg.dispatch.exchange == "capacity":
             why = "Dispatch.exchange='capacity' drops the rest"
-        return "rounds", why
+        return Choice("rounds", why)
     if cfg.dispatch.overflow is not None:
-        return cfg.dispatch.overflow, f"Dispatch.overflow={cfg.dispatch.overflow!r}"
+        named = cfg.dispatch.overflow
+        return Choice(named, f"Dispatch.overflow={named!r}")
     if _is_cpu(mesh):
-        return "rounds", "on CPUs the host waits at no loop"
-    return "redo", "on GPUs the host waits at each loop"
+        return Choice("rounds", "on CPUs the host waits at no loop")
+    return Choice("redo", "on GPUs the host waits at each loop")
 
 
 def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:

@@ -20,6 +20,7 @@ from moejax.axes import devices_of
 from moejax.balance.decision import duration
 from moejax.balance.policies import POLICIES, make_valid_plan
 from moejax.balance.settings import find_policy
+from moejax.choice import Choice
 from moejax.config import Config
 from moejax.moe import recorded
 from moejax.perf.calibration import Calibration
@@ -79,32 +80,14 @@ class Candidate(NamedTuple):
         )
 
 
-class PolicyChoice(NamedTuple):
-    """The policy and the store of a run, and the predictions behind them."""
+class Modelled(NamedTuple):
+    """Modelled time of a candidate."""
 
-    chosen: Candidate
-    home: Candidate
-    """Home, in the store of the run."""
-    sec: dict[Candidate, float]
-    """Modelled seconds of all MoE layers in a step; empty where home alone can run."""
-    refused: dict[Candidate, str]
-    """Reasons against those that cannot run."""
-    load: str
-    """Description of the load of the predictions."""
+    sec: float
+    """Seconds of all MoE layers in a step."""
 
-    def lines(self) -> list[str]:
-        """Return what was chosen, and why, with the time of each candidate."""
-        refused = [f"  not {name}: {why}" for name, why in self.refused.items()]
-        head = f"policy             {self.chosen}: "
-        if not self.sec:
-            return [f"{head}no other can run", *refused]
-        why = f"{duration(self.sec[self.chosen])} a step in MoE layers, home "
-        if self.chosen == self.home:
-            why = f"nothing saves {MIN_GAIN:.0%} of a step's MoE layers, "
-        why += f"{duration(self.sec[self.home])}, modelled for {self.load}"
-        order = sorted(self.sec, key=self.sec.__getitem__)
-        times = (f"{x.policy}/{x.store} {duration(self.sec[x])}" for x in order)
-        return [f"{head}{why}", f"  modelled: {', '.join(times)}", *refused]
+    def __str__(self) -> str:
+        return f"modelled {duration(self.sec)}"
 
 
 def choose_policy(
@@ -112,7 +95,7 @@ def choose_policy(
     mesh: Mesh | AbstractMesh,
     calibration: Calibration,
     usable_bytes: int | None,
-) -> PolicyChoice:
+) -> Choice[Candidate]:
     """Return the policy and the store for a configuration whose policy is 'auto'.
 
     `usable_bytes` are those of a device that a run may use; None: they are not known,
@@ -132,9 +115,9 @@ def choose_policy(
             _require_room(applied, layout, mesh, usable_bytes)
             found[candidate] = layout
         except ValueError as fault:
-            refused[candidate] = str(fault)
+            refused[candidate] = f"cannot run: {fault}"
     if len(found) == 1:
-        return PolicyChoice(home, home, {}, refused, "")
+        return Choice(home, "no other can run", refused)
     load_tlwe, load = _loads(cfg, found[home])
     cost = make_cost_model(cfg, calibration)
     sec = {
@@ -142,7 +125,13 @@ def choose_policy(
         for candidate, layout in found.items()
     }
     best = _best(sec, home, found)
-    return PolicyChoice(best, home, sec, refused, load)
+    why = f"{duration(sec[best])} a step in MoE layers, home "
+    if best == home:
+        why = f"nothing saves {MIN_GAIN:.0%} of a step's MoE layers, "
+    why += f"{duration(sec[home])}, modelled for {load}"
+    in_order = sorted(sec, key=sec.__getitem__)
+    modelled = {candidate: Modelled(sec[candidate]) for candidate in in_order}
+    return Choice(best, why, modelled | refused)
 
 
 def _others(cfg: Config) -> Iterator[Candidate]:
@@ -158,8 +147,8 @@ def _first_layout(
 ) -> Layout:
     """Return the layout of the first step of a configuration. Raises ValueError, with
     the reason, for one that cannot run."""
-    communication = choose_communication(cfg, calibration, mesh)
-    layout = layouts.step_layout(cfg, communication.partition, mesh)
+    partition, _ = choose_communication(cfg, calibration, mesh)
+    layout = layouts.step_layout(cfg, partition, mesh)
     layouts.balancer_settings(cfg, layout)
     return layout
 
@@ -171,7 +160,7 @@ def _require_room(
     if usable_bytes is None:
         return
     with devices_of(mesh):
-        attention = choose_kernels(cfg, layout)["attention"].implementation
+        attention = choose_kernels(cfg, layout)["attention"].value
     needed = sum(step_memory(cfg, layout, state_bytes(cfg), attention).values())
     if needed > SAFE * usable_bytes:
         raise ValueError(

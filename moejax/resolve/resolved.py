@@ -7,6 +7,7 @@ run.relaid(layout) -> Resolved    again, when the balancer changes the layout
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -14,8 +15,8 @@ from moejax.axes import devices_of
 from moejax.balance.overflows import Prices
 from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings, find_policy
+from moejax.choice import Choice
 from moejax.config import Config
-from moejax.kernels.device import KernelChoice
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
@@ -23,12 +24,11 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Gather, Layout
 from moejax.resolve import gather, layouts
-from moejax.resolve.communication import Communication, choose_communication
-from moejax.resolve.gather import GatherChoice
-from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
+from moejax.resolve.communication import choose_communication
+from moejax.resolve.kernels import check_attention, choose_kernels
 from moejax.resolve.memory import state_bytes, step_memory
-from moejax.resolve.partition import micro_batch_tokens
-from moejax.resolve.policy import AUTO, PolicyChoice, choose_policy
+from moejax.resolve.partition import Partition, micro_batch_tokens
+from moejax.resolve.policy import AUTO, choose_policy
 from moejax.resolve.speeds import (
     load_calibration,
     make_cost_model,
@@ -46,8 +46,8 @@ class Resolved:
     sizes of the network, the optimizer, the data."""
     mesh: Mesh | AbstractMesh
     """Mesh of the run's devices, or an abstract one where no device is needed."""
-    communication: Communication
-    """Partition of the layers over the mesh, and why it was chosen."""
+    partition: Partition
+    """Partition of the layers over the mesh."""
     layout: Layout
     """Layout of the train step that runs now."""
     owning: Layout
@@ -58,10 +58,9 @@ class Resolved:
     """Cost model of the layers at these speeds."""
     settings: Settings
     """Settings of the balancer."""
-    gather: GatherChoice | None = None
-    """Choice of when slots are gathered over data; None where no predictions chose."""
-    policy: PolicyChoice | None = None
-    """Choice of the policy; None where Balance.policy names one."""
+    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+    """Choices that predictions have made, by the field that they answer: 'policy',
+    'schedule', 'domain', 'gather'."""
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
@@ -74,7 +73,7 @@ class Resolved:
         return on_mesh(self.mesh, self.owning)
 
     @functools.cached_property
-    def kernels(self) -> dict[str, KernelChoice]:
+    def kernels(self) -> dict[str, Choice[str]]:
         """Kernel implementations of the step's layers, on the devices of the mesh; on
         the device of this machine where the mesh is abstract and names none."""
         with devices_of(self.mesh):
@@ -88,14 +87,14 @@ class Resolved:
     @property
     def num_owners(self) -> int:
         """Number of devices that share out the experts of each layer."""
-        return self.communication.partition.num_owners
+        return self.partition.num_owners
 
     @property
     def filled_rows(self) -> float:
         """Share of the rows of round 0's buffers that hold tokens, if the load is
         even."""
         tokens = micro_batch_tokens(self.cfg)
-        rows = self.communication.partition.source_tokens(tokens) * self.cfg.moe.top_k
+        rows = self.partition.source_tokens(tokens) * self.cfg.moe.top_k
         view = self.layout.exchanged
         chunks = view.num_devices + view.home_chunks - 1
         room = view.num_exchanges * chunks * view.rows_per_peer
@@ -128,8 +127,9 @@ class Resolved:
     def exact_layout(self, batch_size: int, width: int) -> Layout:
         """Return a layout for `batch_size` sequences of `width` tokens that drops no
         row; evaluation and generation run in it."""
-        partition = self.communication.partition
-        return layouts.exact_layout(self.cfg, partition, batch_size, width, self.mesh)
+        return layouts.exact_layout(
+            self.cfg, self.partition, batch_size, width, self.mesh
+        )
 
     def relaid(self, layout: Layout) -> "Resolved":
         """Return the same run with another layout of its step.
@@ -150,46 +150,41 @@ class Resolved:
                 )
         return dataclasses.replace(self, layout=layout)
 
+    def choices(self) -> dict[str, Choice]:
+        """Return every choice of the run, in the order in which they are printed."""
+        args = self.cfg, self.layout, self.partition, self.mesh
+        return {
+            **self.chosen,
+            **self.kernels,
+            "gradients": self._gradient_dtype(),
+            "overflow": layouts.choose_overflow(*args),
+        }
+
     def lines(self) -> list[str]:
         """Return lines that say how each None and 'auto' was answered, and why."""
-        choices = self.communication.lines()
-        choices += [] if self.policy is None else self.policy.lines()
-        lines = [*choices, kernel_line(self.kernels), self._gradient_line()]
-        lines.append(self._overflow_line())
-        if self.gather is not None:
-            lines.append(self.gather.line())
+        choices = self.choices().items()
+        lines = [line for name, choice in choices for line in choice.lines(name)]
         if answers := self._answers():
             lines.append(f"None, so chosen    {', '.join(answers)}")
-        if choices or self._is_balanced or self.gather is not None:
+        if self.chosen or self.settings.policy != "home":
             lines.append(f"speeds             {self.speeds}")
         return lines
 
-    def _gradient_line(self) -> str:
-        """Return the line that says in which dtype gradients travel.
+    def _gradient_dtype(self) -> Choice[str]:
+        """Return the dtype in which gradients of dense matrices and experts travel.
 
         Along dc, and of copies of experts, see Model.gradient_reduce_dtype.
         """
         model = self.cfg.model
-        dtype, why = model.gradient_reduce_dtype, "Model.gradient_reduce_dtype"
+        dtype, named_by = model.gradient_reduce_dtype, "Model.gradient_reduce_dtype"
         if model.compute_dtype == "float32":
-            dtype, why = "float32", "as Model.compute_dtype"
+            dtype, named_by = "float32", "as Model.compute_dtype"
         how = "reduce-scatter" if dtype == "float32" else "all_to_all"
-        return (
-            f"gradients          of dense matrices and experts travel in {dtype} by "
-            f"{how}, summed in float32 ({why}); those of router, embedding and head in "
-            "float32 by reduce-scatter"
+        return Choice(
+            dtype,
+            f"of dense matrices and experts, by {how}, summed in float32 ({named_by}); "
+            "those of router, embedding and head travel in float32",
         )
-
-    def _overflow_line(self) -> str:
-        """Return the line that says how steps treat rows that round 0 cannot carry."""
-        partition = self.communication.partition
-        args = self.cfg, self.layout, partition, self.mesh
-        overflow, why = layouts.choose_overflow(*args)
-        how = {
-            "rounds": "later rounds of the same step carry rows beyond round 0",
-            "redo": "steps have no loops, and one that overflows runs again with them",
-        }
-        return f"overflow           {overflow}: {how[overflow]} ({why})"
 
     @property
     def speeds(self) -> str:
@@ -202,15 +197,11 @@ class Resolved:
             )
         return f"measured, in {self.cfg.balance.calibration}"
 
-    @property
-    def _is_balanced(self) -> bool:
-        return self.settings.policy != "home"
-
     def _answers(self) -> list[str]:
         """Return the fields of Dispatch and Balance that are None, with their values in
         this run."""
         parts = [("dispatch", self.layout)]
-        parts += [("balance", self.settings)] * self._is_balanced
+        parts += [("balance", self.settings)] * (self.settings.policy != "home")
         return [
             f"{part.title()}.{field.name} = {getattr(answers, field.name)!r}"
             for part, answers in parts
@@ -236,24 +227,24 @@ def resolve(
     check_attention(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
-    calibration, policy = load_calibration(cfg, kind), None
+    calibration, chosen = load_calibration(cfg, kind), {}
     if cfg.balance.policy == AUTO:
-        policy = choose_policy(cfg, mesh, calibration, usable_bytes)
-        cfg = policy.chosen.applied(cfg)
-    communication = choose_communication(cfg, calibration, mesh)
+        chosen["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)
+        cfg = chosen["policy"].value.applied(cfg)
+    partition, choices = choose_communication(cfg, calibration, mesh)
     cost = make_cost_model(cfg, calibration)
-    layout = layouts.step_layout(cfg, communication.partition, mesh)
+    layout = layouts.step_layout(cfg, partition, mesh)
     layout = layouts.with_shadow_prices(layout, cost)
     run = Resolved(
         cfg=cfg,
         mesh=mesh,
-        communication=communication,
+        partition=partition,
         layout=layout,
-        owning=layouts.owning_layout(cfg, communication.partition),
+        owning=layouts.owning_layout(cfg, partition),
         calibration=calibration,
         cost=cost,
         settings=layouts.balancer_settings(cfg, layout),
-        policy=policy,
+        chosen=chosen | choices,
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)
 
@@ -265,19 +256,21 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
     is_dense = cfg.router.training == "dense"
     if is_dense or not gather.is_open(cfg.dispatch.gather, layout, cost.gather_sec):
         return run
-    attention = run.kernels["attention"].implementation
+    attention = run.kernels["attention"].value
 
-    def predict(way: Gather) -> tuple[float, int]:
-        """Return the seconds on the way in a step, and the bytes at its peak."""
+    def predict(way: Gather) -> gather.Cost:
         there = dataclasses.replace(layout, gather=way)
         sec = cfg.model.num_moe_layers * cost.gathers_sec(there)
-        return sec, sum(step_memory(cfg, there, state_bytes(cfg), attention).values())
+        parts = step_memory(cfg, there, state_bytes(cfg), attention)
+        return gather.Cost(sec, sum(parts.values()))
 
     choice = gather.choose(predict("layer"), predict("step"), usable_bytes)
-    if choice.gather == "step" and cfg.dispatch.prefetch is None:
+    if choice.value == "step" and cfg.dispatch.prefetch is None:
         layout = dataclasses.replace(layout, prefetch=False)  # layers fetch nothing
-    layout = dataclasses.replace(layout, gather=choice.gather)
-    return dataclasses.replace(run, layout=layout, gather=choice)
+    layout = dataclasses.replace(layout, gather=choice.value)
+    return dataclasses.replace(
+        run, layout=layout, chosen={**run.chosen, "gather": choice}
+    )
 
 
 def check_dense_training(cfg: Config) -> None:

@@ -1,10 +1,9 @@
 """Views of predicted times: prices of a cost model, parts of a step, terms of a
 candidate, and the candidates that a choice compared."""
 
-from moejax.perf.choose_domain import DomainChoice
-from moejax.perf.choose_schedule import ScheduleChoice
+from moejax.choice import Choice
 from moejax.perf.cost_model import CostModel, StepParts
-from moejax.perf.terms import Prediction, first_fastest
+from moejax.perf.terms import Prediction
 from moejax.show.table import PALETTE, Cell, View, bar, head, left_out, quantity, tint
 
 SECONDS = ("ns", "us", "ms", "s")
@@ -99,14 +98,21 @@ def prediction(prediction: Prediction) -> View:
     return View(title, tuple(rows), tuple(notes))
 
 
-def choice(choice: ScheduleChoice | DomainChoice) -> View:
-    """Return a view of all candidates, fastest first; the one that is chosen has a
-    color."""
-    chosen = first_fastest(choice.predictions)
+def choice(choice: Choice) -> View:
+    """Return a view of a choice by predicted times: all candidates, fastest first; the
+    one that is chosen has a color. Of other choices the view has the reason."""
+    chosen, predictions = choice.value, choice.alternatives
+    if not predictions or not all(
+        isinstance(each, Prediction) for each in predictions.values()
+    ):
+        rows = [
+            (head(str(each)), Cell(str(what))) for each, what in predictions.items()
+        ]
+        return View(f"chosen: {chosen}", tuple(rows), (choice.why,))
     ordered = sorted(
-        choice.predictions.items(), key=lambda pair: (pair[1].sec, pair[0] != chosen)
+        predictions.items(), key=lambda pair: (pair[1].sec, pair[0] != chosen)
     )
-    best_sec = choice.predictions[chosen].sec
+    best_sec = predictions[chosen].sec
     rows = [tuple(map(head, ("candidate", "time", "over the best", "bytes")))]
     for name, predicted in ordered[:MAX_ROWS]:
         over = predicted.sec / best_sec if best_sec else 1.0

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES, make_mesh
+from moejax.choice import Choice
 from moejax.config import Config, Model, Moe, Router
 from moejax.kernels.attention.choose import choose_attention
 from moejax.kernels.attention.reading import CAUSAL, Inputs
@@ -31,7 +32,7 @@ from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
-from moejax.resolve.kernels import choose_kernels, kernel_line
+from moejax.resolve.kernels import choose_kernels
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
 from tests.support.resolved import make_layout
@@ -63,8 +64,8 @@ def test_is_hopper(device, expected):
 
 def test_here_is_a_cpu():
     result = choose_grouped_dot("bfloat16", 64, 4096, 1024)
-    assert result == ("blocked", "the kernels are for Hopper, not cpu")
-    assert choose_permute("bfloat16", 4096).implementation == "xla"
+    assert result == Choice("blocked", "the kernels are for Hopper, not cpu")
+    assert choose_permute("bfloat16", 4096).value == "xla"
 
 
 @pytest.mark.parametrize(
@@ -79,23 +80,23 @@ def test_here_is_a_cpu():
 def test_grouped_dot_on_hopper(dtype, align_rows, widths, expected, why):
     with on(H200):
         result = choose_grouped_dot(dtype, align_rows, *widths)
-    assert result.implementation == expected
+    assert result.value == expected
     assert why in result.why
 
 
 def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
         result = choose_grouped_dot("bfloat16", 128, 1024, 192, is_fp8=True)
-        assert choose_grouped_dot("bfloat16", 128, 1024, 192)[0] == "hopper"
+        assert choose_grouped_dot("bfloat16", 128, 1024, 192).value == "hopper"
     why = "a width of 192 is not a multiple of 128, a block in fp8"
-    assert result == ("blocked", f"the Hopper kernels decline: {why}")
+    assert result == Choice("blocked", f"the Hopper kernels decline: {why}")
 
 
 def test_permute_on_hopper_declines_narrow_rows():
     with on(H200):
-        assert choose_permute("bfloat16", 4096).implementation == "hopper"
+        assert choose_permute("bfloat16", 4096).value == "hopper"
         result = choose_permute("bfloat16", 24)
-    assert result.implementation == "xla"
+    assert result.value == "xla"
     assert "d=24 must be a multiple of" in result.why
 
 
@@ -106,7 +107,7 @@ def test_few_queries_take_the_definition_of_attention_on_any_device():
     first_bt = jax.ShapeDtypeStruct((2, 1), "int32")
     start = jax.ShapeDtypeStruct((), "int32")
     inputs = Inputs(q_bthi, k_bugi, k_bugi, first_bt, start)
-    expected = ("reference", "few queries: 1")
+    expected = Choice("reference", "few queries: 1")
     assert choose_attention(inputs, CAUSAL) == expected
     with on(H200):
         assert choose_attention(inputs, CAUSAL) == expected
@@ -124,15 +125,14 @@ def test_the_run_says_what_it_takes_and_why():
     cfg = config()
     layout = make_layout(cfg)
     assert layout.align_rows == 1
-    line = kernel_line(choose_kernels(cfg, layout))
-    assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
+    choice = choose_kernels(cfg, layout)["grouped_dot"]
+    assert choice == Choice("blocked", "the kernels are for Hopper, not cpu")
     layout = make_layout(cfg, H200)
     with on(H200):
-        line = kernel_line(choose_kernels(cfg, layout))
+        choices = choose_kernels(cfg, layout)
     detail = r"NVIDIA H200, slots of whole tiles of \d+ rows, \d of 6 products with"
-    assert re.search(
-        rf"grouped_dot hopper \({detail} measured tiles\), permute h", line
-    )
+    assert choices["grouped_dot"].value == choices["permute"].value == "hopper"
+    assert re.match(detail, choices["grouped_dot"].why)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_plain_kernels_on_any_device():
     assert layout.kernels == "plain"
     with on(H200):
         result = choose_kernels(cfg, layout)
-    names = [result[name].implementation for name in ("grouped_dot", "permute")]
+    names = [result[name].value for name in ("grouped_dot", "permute")]
     assert names == ["blocked", "xla"]
-    assert "Dispatch.kernels='plain'" in kernel_line(choose_kernels(cfg, layout))
+    assert result["grouped_dot"].why == "Dispatch.kernels='plain'"
 
 
 @pytest.fixture

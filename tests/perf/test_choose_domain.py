@@ -61,13 +61,13 @@ def test_table_iv_comes_out_if_its_gigabits_are_gigabytes(name):
     """128 Gb/s are 16 GB/s, which give smaller domains than the published 2 and 4."""
     pre_expert_sec, row_bytes, expert_bytes, gigabits, gigabytes = TABLE_IV[name]
     here = stream(row_bytes, expert_bytes, pre_expert_sec)
-    assert choose(here, ideal(dc=128e9 / 8)).domain == (gigabits,)
-    assert choose(here, ideal(dc=128e9)).domain == (gigabytes,)
+    assert choose(here, ideal(dc=128e9 / 8)).value == (gigabits,)
+    assert choose(here, ideal(dc=128e9)).value == (gigabytes,)
 
 
 def test_table_iv_in_milliseconds():
     here = stream(8e6, 4.7e6, 4.9e-5)
-    sec = {d: p.sec for d, p in choose(here, ideal(dc=16e9)).predictions.items()}
+    sec = {d: p.sec for d, p in choose(here, ideal(dc=16e9)).alternatives.items()}
     assert 1e3 * sec[1,] == pytest.approx(0.924, abs=5e-4)
     assert 1e3 * sec[2,] == pytest.approx(1.044, abs=5e-4)
 
@@ -175,14 +175,14 @@ def test_choose_is_brute_force_over_the_divisors():
             if here.sizes["dc"] % i == here.sizes["expert"] % j == 0
         ]
         want = {domain: defined_sec(here, domain, lines) for domain in every}
-        result = {domain: p.sec for domain, p in choice.predictions.items()}
+        result = {domain: p.sec for domain, p in choice.alternatives.items()}
         assert_close({d: result[d] for d in sorted(result)}, dict(sorted(want.items())))
         fastest = [d for d in every if want[d] <= min(want.values()) * (1 + 1e-9)]
-        assert choice.domain == min(fastest, key=lambda d: (math.prod(d), d))
+        assert choice.value == min(fastest, key=lambda d: (math.prod(d), d))
         assert "\n" not in choice.why
-        for prediction in choice.predictions.values():
+        for prediction in choice.alternatives.values():
             assert prediction.sec == sum(t.sec for t in prediction.terms)
-        chosen.add(choice.domain)
+        chosen.add(choice.value)
     assert len(chosen) > 5
 
 
@@ -193,7 +193,7 @@ def test_all_experts_move_iff_two_chunks_of_rows_are_more(is_training):
     for ratio in (0.3, 0.99, 1.0, 1.01, 4.0):
         here = stream(1e6, ratio * 2e6 / 8, is_training=is_training)  # G P_E = 2 D r
         want = (8,) if ratio < 1 else (1,)
-        assert choose(here, ideal(dc=1e8)).domain == want
+        assert choose(here, ideal(dc=1e8)).value == want
 
 
 def test_the_best_divisor_is_next_to_the_papers_ratio():
@@ -205,7 +205,7 @@ def test_the_best_divisor_is_next_to_the_papers_ratio():
         divisors = np.array([1, 2, 3, 4, 6, 12])
         below = divisors[divisors <= best + 1e-9].max()
         above = divisors[divisors >= best - 1e-9].min()
-        assert choose(here, ideal(dc=1e8)).domain[0] in (below, above)
+        assert choose(here, ideal(dc=1e8)).value[0] in (below, above)
 
 
 def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
@@ -219,19 +219,19 @@ def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
         for row_bytes in np.geomspace(1e4, 1e9, 12):
             more = dataclasses.replace(here, row_bytes=row_bytes)
             choice = choose(more, lines)
-            terms = choice.predictions[choice.domain].terms
+            terms = choice.alternatives[choice.value].terms
             rows = [t.sec for t in terms if t.name in ROWS]
             waits.append(sum(rows) / row_bytes)
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(waits))
         sent, sizes = [], []
         for rate in np.geomspace(1e9, 1e5, 12):
             choice = choose(here, ideal(1, dc=rate, expert=1e9))
-            terms = choice.predictions[choice.domain].terms
+            terms = choice.alternatives[choice.value].terms
             sent.append(sum(t.bytes for t in terms if "dc" in t.name))
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(sent))
         for ratio in (1, 5, 50, 500):
             one = dataclasses.replace(here, sizes={"dc": 12}, compression=ratio)
-            sizes.append(choose(one, lines).domain[0])
+            sizes.append(choose(one, lines).value[0])
         assert sizes == sorted(sizes)
 
 
@@ -257,10 +257,10 @@ def test_a_flat_all_to_all_is_on_the_line_of_the_product():
 def test_the_choice_is_among_the_domains_that_are_given():
     here = stream(1e9, 1e6, sizes={"dc": 4, "expert": 2})
     lines = ideal(dc=1e8, expert=1e9)
-    assert choose(here, lines).domain == (4, 2)
+    assert choose(here, lines).value == (4, 2)
     choice = choose(here, lines, [(1, 1), (4, 1)])
-    assert choice.domain == (4, 1)
-    assert set(choice.predictions) == {(1, 1), (4, 1)}
+    assert choice.value == (4, 1)
+    assert set(choice.alternatives) == {(1, 1), (4, 1)}
 
 
 @pytest.mark.parametrize("domain", [(3, 1), (2,), (0, 1), (2, 4)])

@@ -44,8 +44,8 @@ def test_once_a_step_where_it_fits(qwen):
     """Two gathers and scatters a step, in place of three in each of 8 micro-batches."""
     run = on_h100(qwen)
     assert run.layout.gather == "step"
-    choice = run.gather
-    assert choice.saved_sec == pytest.approx(11 * choice.once_sec)
+    layer, once = (run.chosen["gather"].alternatives[x] for x in ("layer", "step"))
+    assert layer.sec == pytest.approx(12 * once.sec)
     small = on_h100(qwen, 40 * GIB)
     assert small.layout.gather == "layer"
 
@@ -65,7 +65,8 @@ def test_no_choice(qwen, mesh, fields, parts):
     """Nothing to gather over data, a way that the user named, or slots that a layer
     makes."""
     run = on_h100(dataclasses.replace(with_fields(qwen, **fields), mesh=mesh, **parts))
-    assert (run.layout.gather, run.gather) == ("layer", None)
+    assert run.layout.gather == "layer"
+    assert "gather" not in run.chosen
 
 
 def test_unknown_memory_and_cpus_gather_in_each_layer(qwen):
@@ -117,4 +118,5 @@ def test_a_prediction_near_the_limit_is_not_chosen(repo):
     cfg = gin_reader.load([repo / "configs" / "mixtral_8x7b.gin"], [])
     run = on_h100(cfg, 78 * GIB)
     assert run.layout.gather == "layer"
-    assert 0.9 * 78 * GIB < run.gather.once_bytes < 78 * GIB
+    once = run.chosen["gather"].alternatives["step"]
+    assert 0.9 * 78 * GIB < once.num_bytes < 78 * GIB

@@ -20,7 +20,7 @@ HELD = {"params": 1000, "moments": 2000}
 def predict(cfg: Config, held: dict[str, int] = HELD) -> dict[str, int]:
     mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=AUTO * 4)
     run = resolve(cfg, mesh)
-    return step_memory(cfg, run.layout, held, run.kernels["attention"].implementation)
+    return step_memory(cfg, run.layout, held, run.kernels["attention"].value)
 
 
 def with_model(**fields) -> Config:

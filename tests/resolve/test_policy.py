@@ -50,6 +50,20 @@ def run_at(tmp_path):
     return resolved
 
 
+HOME = policy.Candidate("home", "owned")
+
+
+def modelled(run: Resolved) -> dict[policy.Candidate, float]:
+    """Return the modelled seconds of the candidates that can run."""
+    found = run.chosen["policy"].alternatives.items()
+    return {name: x.sec for name, x in found if isinstance(x, policy.Modelled)}
+
+
+def refused(run: Resolved) -> set[policy.Candidate]:
+    """Return the candidates that cannot run."""
+    return run.chosen["policy"].alternatives.keys() - modelled(run).keys()
+
+
 def test_the_race_knows_every_policy():
     assert sorted(policy.RACE) == sorted(POLICIES)
 
@@ -66,14 +80,14 @@ def test_of_equal_times_the_race_decides_and_shadows_need_room():
 
 def test_fast_links_pay_for_replicas(run_at):
     run = run_at(1e12)
-    choice = run.policy
-    assert choice.sec[choice.chosen] < 0.5 * choice.sec[choice.home]
-    assert choice.sec[choice.chosen] <= 1.05 * min(choice.sec.values())
-    assert POLICIES[choice.chosen.policy].has_replicas
-    assert run.settings.policy == run.cfg.balance.policy == choice.chosen.policy
-    assert run.layout.store == run.cfg.dispatch.store == choice.chosen.store
-    assert run.layout.split == POLICIES[choice.chosen.policy].split
-    assert len(choice.sec) == sum(len(p.stores) for p in POLICIES.values())
+    chosen, sec = run.chosen["policy"].value, modelled(run)
+    assert sec[chosen] < 0.5 * sec[HOME]
+    assert sec[chosen] <= 1.05 * min(sec.values())
+    assert POLICIES[chosen.policy].has_replicas
+    assert run.settings.policy == run.cfg.balance.policy == chosen.policy
+    assert run.layout.store == run.cfg.dispatch.store == chosen.store
+    assert run.layout.split == POLICIES[chosen.policy].split
+    assert len(sec) == sum(len(p.stores) for p in POLICIES.values())
 
 
 def test_a_named_policy_of_the_same_name_is_the_same_run(run_at):
@@ -83,29 +97,29 @@ def test_a_named_policy_of_the_same_name_is_the_same_run(run_at):
     same = run_at(1e12, dataclasses.replace(CFG, balance=named, dispatch=dispatch))
     assert same.layout == run.layout
     assert same.settings == run.settings
-    assert same.policy is None
+    assert "policy" not in same.chosen
 
 
 def test_links_too_slow_for_copies_leave_experts_single(run_at):
     """Experts so wide that their copies take longer than all rows."""
-    choice = run_at(1e8, changed("moe", d_expert=2**14)).policy
-    assert not POLICIES[choice.chosen.policy].has_replicas
+    choice = run_at(1e8, changed("moe", d_expert=2**14)).chosen["policy"]
+    assert not POLICIES[choice.value.policy].has_replicas
 
 
 def test_home_where_the_load_is_even(run_at):
-    choice = run_at(1e12, changed("recorded", source="uniform")).policy
-    assert choice.chosen == choice.home == ("home", "owned")
+    run = run_at(1e12, changed("recorded", source="uniform"))
+    assert run.chosen["policy"].value == HOME
 
 
 def test_loads_are_presumed_where_a_router_chooses(run_at):
-    skewed = run_at(1e12, changed("router", kind="softmax")).policy
-    evened = run_at(1e12, changed("router", kind="softmax", bias_rate=0.01)).policy
-    assert evened.sec[evened.home] < skewed.sec[skewed.home]
+    skewed = run_at(1e12, changed("router", kind="softmax"))
+    evened = run_at(1e12, changed("router", kind="softmax", bias_rate=0.01))
+    assert modelled(evened)[HOME] < modelled(skewed)[HOME]
 
 
 def test_a_named_store_is_kept(run_at):
-    choice = run_at(1e12, changed("dispatch", store="sharded")).policy
-    assert {name.store for name in choice.sec} == {"sharded"}
+    run = run_at(1e12, changed("dispatch", store="sharded"))
+    assert {name.store for name in modelled(run)} == {"sharded"}
 
 
 @pytest.mark.parametrize(
@@ -117,10 +131,10 @@ def test_a_named_store_is_kept(run_at):
     ],
 )
 def test_home_where_no_other_policy_can_run(part, fields, reason):
-    choice = make_run(changed(part, **fields)).policy
-    assert choice.chosen.policy == "home"
-    first, *refused = choice.lines()
-    assert first == f"policy             {choice.chosen}: no other can run"
+    choice = make_run(changed(part, **fields)).chosen["policy"]
+    assert choice.value.policy == "home"
+    first, *refused = choice.lines("policy")
+    assert first == f"policy             {choice.value}: no other can run"
     assert len(refused) == sum(len(p.stores) for p in POLICIES.values()) - 1
     assert all(reason in text for text in refused)
 
@@ -132,14 +146,14 @@ def test_budgets_for_copies_are_for_policies_that_make_them(run_at):
         for speed, load in ((1e12, CFG.recorded), (1e12, Recorded(source="uniform")))
     )
     assert fast.layout.slots_per_device == 6
-    assert not fast.policy.refused
+    assert not refused(fast)
     assert slow.cfg.balance.policy == "home"
     assert slow.layout.slots_per_device == 4
 
 
 def test_a_width_that_the_devices_do_not_divide_refuses_sharded_slots(run_at):
-    choice = run_at(1e12, changed("moe", d_expert=CFG.moe.d_expert + 4)).policy
-    assert {name.store for name in choice.refused} == {"sharded"}
+    run = run_at(1e12, changed("moe", d_expert=CFG.moe.d_expert + 4))
+    assert {name.store for name in refused(run)} == {"sharded"}
 
 
 def test_slots_that_do_not_fit_are_refused():
@@ -153,12 +167,12 @@ def test_slots_that_do_not_fit_are_refused():
     mesh = AbstractMesh(
         MESH.sizes, AXES, axis_types=AUTO * len(AXES), abstract_device=device
     )
-    roomy = resolve(cfg, mesh, 2**40).policy
-    assert not roomy.refused
-    needed = resolve(cfg, mesh, 12 * 2**30).policy
-    assert ("flexmoe", "resident") in needed.refused
-    assert "is predicted to need " in needed.refused["flexmoe", "resident"]
-    assert needed.chosen not in needed.refused
+    assert not refused(resolve(cfg, mesh, 2**40))
+    run = resolve(cfg, mesh, 12 * 2**30)
+    choice, flexmoe = run.chosen["policy"], policy.Candidate("flexmoe", "resident")
+    assert flexmoe in refused(run)
+    assert "is predicted to need " in choice.alternatives[flexmoe]
+    assert choice.value not in refused(run)
 
 
 def test_dense_training_is_refused():

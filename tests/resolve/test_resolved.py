@@ -7,6 +7,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from moejax.choice import Choice
 from moejax.axes import AUTO, AXES, make_mesh
 from moejax.balance.settings import Settings
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
@@ -48,15 +49,16 @@ def test_named_attention_that_cannot_run_is_refused_with_its_reason():
     assert "\n" not in message
     elsewhere = AbstractMesh((1,) * len(AXES), AXES, axis_types=AUTO * len(AXES))
     choice = resolve(cfg, elsewhere).kernels["attention"]
-    assert choice == ("cudnn", "Model.attention='cudnn'")
+    assert choice == Choice("cudnn", "Model.attention='cudnn'")
 
 
 def test_attention_of_this_machine():
     choice = make_run(CFG).kernels["attention"]
-    assert choice.implementation == "blocked"
+    assert choice.value == "blocked"
     assert "for NVIDIA GPUs, not cpu" in choice.why
     short = dataclasses.replace(CFG, data=Data(seq_len=16), train=Train(loss_chunk=16))
-    assert make_run(short).kernels["attention"] == ("reference", "few queries: 16")
+    expected = Choice("reference", "few queries: 16")
+    assert make_run(short).kernels["attention"] == expected
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_kernels_are_those_of_the_meshs_devices(kind, grouped):
     model = Model(d_model=256, compute_dtype="bfloat16")
     moe = Moe(num_experts=8, d_expert=256)
     run = resolve(dataclasses.replace(CFG, model=model, moe=moe), mesh)
-    assert run.kernels["grouped_dot"].implementation == grouped
+    assert run.kernels["grouped_dot"].value == grouped
     assert kind in run.kernels["grouped_dot"].why
 
 
@@ -134,7 +136,7 @@ def test_a_relayout_is_the_next_value():
     after = run.relaid(wider)
     assert after.layout == after.mesh_layout.layout == wider
     assert run.layout.slots_per_device != 4, "the value before stays as it was"
-    same = ("cfg", "communication", "owning", "calibration", "cost", "settings")
+    same = ("cfg", "partition", "chosen", "owning", "calibration", "cost", "settings")
     assert all(getattr(after, name) is getattr(run, name) for name in same)
 
 

@@ -52,7 +52,7 @@ STATS = RoutingStats(
 )
 OBJECTS = {
     "plan": PLAN, "mesh": Topology(expert=8), "layout": LAYOUT, "decision": SWAP,
-    "cost_model": COST, "step_parts": PARTS, "prediction": SCHEDULE.predictions["s1"],
+    "cost_model": COST, "step_parts": PARTS, "prediction": SCHEDULE.alternatives["s1"],
     "choice": DOMAIN, "stats": STATS,
 }  # fmt: skip
 
@@ -144,13 +144,15 @@ def test_candidates_stand_fastest_first_and_the_chosen_one_has_a_color(choice):
     assert over == sorted(over)
     assert over[0] == 1
     assert [bool(row[0].background) for row in rows] == [True] + [False] * len(rows[1:])
-    chosen = getattr(choice, "schedule", None) or " x ".join(map(str, choice.domain))
+    chosen = choice.value
+    if isinstance(chosen, tuple):
+        chosen = " x ".join(map(str, chosen))
     assert rows[0][0].text == chosen
-    assert len(rows) == len(choice.predictions)
+    assert len(rows) == len(choice.alternatives)
 
 
 def test_a_prediction_lists_its_terms():
-    prediction = SCHEDULE.predictions["s1"]
+    prediction = SCHEDULE.alternatives["s1"]
     _, *rows = Page(show.prediction(prediction)).rows
     assert [row[0].text for row in rows] == [term.name for term in prediction.terms]
     assert [int(row[1].text) for row in rows] == [t.count for t in prediction.terms]

@@ -26,8 +26,8 @@ def make_layout(cfg: Config, device: AbstractDevice | None = None) -> Layout:
     """Return the layout of the run's step, without resolving the policy, on devices of
     this kind (default: those of this machine)."""
     mesh = _abstract_mesh(cfg, device)
-    communication = choose_communication(cfg, load_calibration(cfg), mesh)
-    return step_layout(cfg, communication.partition, mesh)
+    partition, _ = choose_communication(cfg, load_calibration(cfg), mesh)
+    return step_layout(cfg, partition, mesh)
 
 
 @contextlib.contextmanager

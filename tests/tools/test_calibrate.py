@@ -275,7 +275,7 @@ def test_the_grid_of_1296_layers(overlap, start_sec, figures):
     choices = [choose(s, lines[s.tensor, s.expert_shards]) for s in shapes]
     ratio_n = []
     for shape, choice in zip(shapes, choices, strict=True):
-        s1, s2 = (communication_sec(choice.predictions[name]) for name in ("s1", "s2"))
+        s1, s2 = (communication_sec(choice.alternatives[name]) for name in ("s1", "s2"))
         ratio_n.append(equations(shape)["base"] / min(s1, s2 + start_sec))
     assert len(ratio_n) == 1296
     summary = (np.min(ratio_n), np.mean(ratio_n), np.max(ratio_n))

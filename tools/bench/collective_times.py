@@ -160,7 +160,7 @@ def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     into_gdh = _zeros(mesh, (groups, d, 2 * f), widths.dtype)
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
     align_rows = align_rows_for(widths.rows, groups)
-    if choose_grouped_dot(widths.dtype, align_rows, d, f).implementation != "hopper":
+    if choose_grouped_dot(widths.dtype, align_rows, d, f).value != "hopper":
         align_rows = 1  # only the Hopper kernels need groups of whole tiles
     programs, multiple = [], groups * align_rows
     for part in (0.5, 1, 2, 4):

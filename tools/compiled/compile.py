@@ -128,7 +128,7 @@ def _compile(cfg, target, sizes, folder) -> CompiledStep:
     compile_sec = time.perf_counter() - begin
     stats = compiled.memory_analysis()
     state = abstract_state(run, context.optimizer, context.layout.store)
-    attention = run.kernels["attention"].implementation
+    attention = run.kernels["attention"].value
     held = bytes_per_device(state)
     workspace = workspace_bytes(attention_arrays(cfg)) if attention == "cudnn" else 0
     return CompiledStep(

@@ -47,7 +47,7 @@ def make_record(
             }
             for buffer in held.largest
         ],
-        "kernels": {name: k._asdict() for name, k in step.run.kernels.items()},
+        "kernels": {k: [c.value, c.why] for k, c in step.run.kernels.items()},
         **travels.as_dict(),
         **speed(step, travels, target),
         "compile_sec": step.compile_sec,

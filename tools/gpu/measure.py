@@ -178,7 +178,7 @@ def measure(cfg: Config, num_steps: int) -> Iterator[dict[str, Any]]:
     require_room(program)
     device = model.mesh.devices.flat[0]
     yield {
-        "kernels": {name: list(c) for name, c in model.run.kernels.items()},
+        "kernels": {k: [c.value, c.why] for k, c in model.run.kernels.items()},
         "compile_sec": compile_sec,
         "compiled_bytes": device_bytes(program.memory_analysis()),
     }

@@ -73,12 +73,12 @@ def kernel_checks(run: Resolved) -> list[KernelCheck]:
         return checks
     num_choices = 1 if cfg.router.gate_input else cfg.moe.top_k
     sizes = cfg.model.compute_dtype, NUM_TOKENS, num_choices, cfg.model.d_model
-    permute = run.kernels["permute"].implementation
+    permute = run.kernels["permute"].value
     moves = [move_case(move, *sizes) for move in MOVES]
     moves.append(move_case("weighted_sum", *sizes, has_gates=False))
     checks += [KernelCheck(move, permute) for move in moves]
     filling = run.kernels.get("water_fill")
-    if filling is not None and filling.implementation == "hopper":
+    if filling is not None and filling.value == "hopper":
         colors = max_colors(layout.num_experts, layout.num_slots)
         case = water_fill_case(colors, layout.num_devices)
         checks.append(KernelCheck(case, "hopper"))
@@ -100,7 +100,7 @@ def _product_checks(run: Resolved) -> list[KernelCheck]:
     for which, side in layer_products(shape, is_fp8=is_unfused):
         name = which if is_fp8 else which.removeprefix("fp8_")
         case = product_case(name, dtype, side.d, side.f, rows_g, **options)
-        checks.append(KernelCheck(case, run.kernels["grouped_dot"].implementation))
+        checks.append(KernelCheck(case, run.kernels["grouped_dot"].value))
     return checks
 
 
@@ -122,7 +122,7 @@ def _attention_checks(run: Resolved) -> list[KernelCheck]:
             value_width=v_bugj.shape[3],
             num_sinks=heads[0] if run.cfg.attention.sinks else 0,
         )
-        checks.append(KernelCheck(case, choice.implementation))
+        checks.append(KernelCheck(case, choice.value))
     return checks
 
 

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 from jaxtyping import Array
 
+from moejax.choice import Choice
 from moejax.kernels.attention import cudnn, portable
 from moejax.kernels.attention.reading import Inputs, Rule
-from moejax.kernels.device import KernelChoice, device_here
+from moejax.kernels.device import device_here
 
 Implementation = Literal["auto", "reference", "blocked", "cudnn"]
 
@@ -35,7 +36,7 @@ PASSES = {
 """Passes of each implementation, except 'reference', whose gradients JAX derives."""
 
 
-def choose_attention(inputs: Inputs, rule: Rule) -> KernelChoice:
+def choose_attention(inputs: Inputs, rule: Rule) -> Choice[str]:
     """Return the implementation for these arrays on the current device: 'reference'
     for few queries, else 'cudnn', or 'blocked' where it declines.
 
@@ -43,10 +44,10 @@ def choose_attention(inputs: Inputs, rule: Rule) -> KernelChoice:
     """
     num_queries = inputs.q_bthi.shape[1]
     if num_queries <= FEW_QUERIES:
-        return KernelChoice("reference", f"few queries: {num_queries}")
+        return Choice("reference", f"few queries: {num_queries}")
     if why := why_not("cudnn", inputs, rule):
-        return KernelChoice("blocked", why)
-    return KernelChoice("cudnn", device_here().device_kind)
+        return Choice("blocked", why)
+    return Choice("cudnn", device_here().device_kind)
 
 
 def why_not(implementation: Implementation, inputs: Inputs, rule: Rule) -> str | None:

@@ -62,7 +62,7 @@ def attention(
     inputs = Inputs(q_bthi, k_bugi, v_bugj, first_bt, jnp.asarray(start, jnp.int32))
     check(inputs, rule, None if sinks_h is None else sinks_h.shape[0])
     if implementation == "auto":
-        implementation, _ = choose_attention(inputs, rule)
+        implementation = choose_attention(inputs, rule).value
     if implementation == "reference":
         return reference.attention(inputs, rule, sinks_h)
     if implementation not in PASSES:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from moejax.choice import Choice
 from moejax.kernels import zeros_varying_as
-from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
+from moejax.kernels.device import hopper_or, why_not_hopper
 from moejax.kernels.grouped_dot import portable, reference
 from moejax.kernels.grouped_dot.fp8 import GRADIENT_DTYPES, round_matrices, round_rows
 from moejax.kernels.grouped_dot.products import Products, compose_products
@@ -22,7 +23,7 @@ def choose_grouped_dot(
     align_rows: int,
     *widths: int,
     is_fp8: bool = False,
-) -> KernelChoice:
+) -> Choice[str]:
     """Return the implementation for products on the current device: 'hopper' or
     'blocked'.
 
@@ -30,7 +31,7 @@ def choose_grouped_dot(
     and results.
     """
     if why := why_not_hopper():
-        return KernelChoice("blocked", why)
+        return Choice("blocked", why)
     # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.grouped_dot.hopper.kernels import declines
 

@@ -116,7 +116,7 @@ def _find_products(
     if implementation != "auto":
         return products(implementation, block_rows, fp8, align_rows)
     choice = choose_grouped_dot(x_md.dtype, align_rows, *widths, is_fp8=fp8 != "none")
-    return products(choice.implementation, block_rows, fp8, align_rows)
+    return products(choice.value, block_rows, fp8, align_rows)
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
+from moejax.choice import Choice
+from moejax.kernels.device import hopper_or, why_not_hopper
 from moejax.kernels.permute import portable
 
 Implementation = Literal["auto", "reference", "xla", "hopper"]
@@ -32,10 +33,10 @@ class Moves(NamedTuple):
     gradients of weighted_sum."""
 
 
-def choose_permute(dtype: jax.typing.DTypeLike, d: int) -> KernelChoice:
+def choose_permute(dtype: jax.typing.DTypeLike, d: int) -> Choice[str]:
     """Return the implementation for rows of d values on the current device."""
     if why := why_not_hopper():
-        return KernelChoice("xla", why)
+        return Choice("xla", why)
     # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.permute.hopper import declines
 

@@ -44,7 +44,7 @@ def gather_rows(
     """
     arrays = varying_alike(x_nd, source_m, positions_nk)
     if implementation == "auto":
-        implementation, _ = choose_permute(x_nd.dtype, x_nd.shape[1])
+        implementation = choose_permute(x_nd.dtype, x_nd.shape[1]).value
     if implementation == "reference":
         return reference.gather_rows(*arrays)
     return _gather_rows(*arrays, make_moves(implementation, interpret))
@@ -69,7 +69,7 @@ def combine_rows(
     """
     arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
     if implementation == "auto":
-        implementation, _ = choose_permute(y_md.dtype, y_md.shape[1])
+        implementation = choose_permute(y_md.dtype, y_md.shape[1]).value
     if implementation == "reference":
         return reference.combine_rows(*arrays)
     return _combine_rows(*arrays, make_moves(implementation, interpret))

@@ -9,18 +9,19 @@ moejax.plan.water_filling.sweep.
 
 from jaxtyping import Array, Int
 
-from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
+from moejax.choice import Choice
+from moejax.kernels.device import hopper_or, why_not_hopper
 from moejax.kernels.water_fill.portable import Filled
 from moejax.kernels.water_fill.portable import water_fill as portable_water_fill
 
 __all__ = ["Filled", "choose_water_fill", "water_fill"]
 
 
-def choose_water_fill(num_colors: int, num_bins: int) -> KernelChoice:
+def choose_water_fill(num_colors: int, num_bins: int) -> Choice[str]:
     """Return the implementation for a table of these sizes on the current device:
     'hopper' or 'portable', a loop at which the host of a GPU waits."""
     if why := why_not_hopper():
-        return KernelChoice("portable", why)
+        return Choice("portable", why)
     # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.water_fill import hopper
 

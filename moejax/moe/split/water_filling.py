@@ -56,7 +56,7 @@ def fill(
     """
     w, num_colors = layout.num_devices, placement.num_colors_l
     most_colors = max_colors(layout.num_experts, layout.num_slots)
-    kernel = choose_water_fill(most_colors, w).implementation
+    kernel = choose_water_fill(most_colors, w).value
     expert_q, device_q, is_active_q = find_active(placement, layout)
     rows_q = _divide_evenly(load_e, expert_q, is_active_q, placement)
 

@@ -13,7 +13,7 @@ import pytest
 
 from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
-from moejax.kernels.device import KernelChoice
+from moejax.choice import Choice
 from moejax.moe import route
 from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
 from moejax.moe.split import water_filling
@@ -164,7 +164,7 @@ def test_the_fused_split_is_one_kernel_in_the_layer(monkeypatch):
     """A train step lowered for CUDA contains the fused kernel once, forward and
     backward together."""
     layout = split_layout(EIGHT, ALONE, "resident", "water_filling")
-    hopper = KernelChoice("hopper", "as on a Hopper GPU")
+    hopper = Choice("hopper", "as on a Hopper GPU")
     monkeypatch.setattr(water_filling, "choose_water_fill", lambda *_: hopper)
     layer = make_layer.__wrapped__(EIGHT, layout)
     args = on_mesh(layer, split_plan(layout), operands(BATCH, "zipf"))
