@@ -7,9 +7,9 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moejax.choice import Choice
 from moejax.axes import AUTO, AXES, make_mesh
 from moejax.balance.settings import Settings
+from moejax.choice import Choice
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
