@@ -4,7 +4,7 @@ candidate, and the candidates that a choice compared."""
 from moejax.choice import Choice
 from moejax.perf.cost_model import CostModel, StepParts
 from moejax.perf.terms import Prediction
-from moejax.show.table import PALETTE, Cell, View, bar, head, left_out, quantity, tint
+from moejax.show.table import View, left_out, quantity
 
 SECONDS = ("ns", "us", "ms", "s")
 BYTES = ("B", "kB", "MB", "GB", "TB")
@@ -43,9 +43,9 @@ def cost_model(cost: CostModel) -> View:
         "weights": quantity(cost.bytes_per_expert, BYTES),
         "master": quantity(cost.bytes_per_move, BYTES),
     }
-    rows = [(head("what"), head("size"), head("time"))]
+    rows = [("what", "size", "time")]
     rows += [
-        (head(name), Cell(sizes.get(size, "")), Cell(_seconds(sec)))
+        (name, sizes.get(size, ""), _seconds(sec))
         for name, sec, size in prices
         if sec > 0
     ]
@@ -60,17 +60,17 @@ def cost_model(cost: CostModel) -> View:
 
 def step_parts(parts: StepParts) -> View:
     """Return a view of the modelled time of a step by parts, with their shares."""
-    rows = [(head("part"), head("time"), head("share"), head("content"))]
+    rows = [("part", "time", "share", "content")]
     for name, content in PARTS.items():
         sec = getattr(parts, name)
         share = sec / parts.total if parts.total else 0.0
         is_rounding = abs(share) < ROUNDING
         rows.append(
             (
-                head(name),
-                Cell(_seconds(0.0 if is_rounding else sec)),
-                Cell(f"{share:.0%}", bar(share)),
-                Cell(content),
+                name,
+                _seconds(0.0 if is_rounding else sec),
+                f"{share:.0%}",
+                content,
             )
         )
     title = f"modelled time of a step: {_seconds(parts.total)}"
@@ -80,16 +80,16 @@ def step_parts(parts: StepParts) -> View:
 def prediction(prediction: Prediction) -> View:
     """Return a view of one candidate's terms: how often, how many bytes, how long."""
     terms = prediction.terms[:MAX_ROWS]
-    rows = [tuple(map(head, ("term", "times", "bytes", "time", "share")))]
+    rows = [("term", "times", "bytes", "time", "share")]
     for term in terms:
         share = term.sec / prediction.sec if prediction.sec else 0.0
         rows.append(
             (
-                head(term.name),
-                Cell(f"{term.count}"),
-                Cell(quantity(term.bytes, BYTES) if term.bytes else ""),
-                Cell(_seconds(term.sec)),
-                Cell(f"{share:.0%}", bar(share)),
+                term.name,
+                f"{term.count}",
+                quantity(term.bytes, BYTES) if term.bytes else "",
+                _seconds(term.sec),
+                f"{share:.0%}",
             )
         )
     notes = ["bytes are those that leave one device"]
@@ -99,34 +99,31 @@ def prediction(prediction: Prediction) -> View:
 
 
 def choice(choice: Choice) -> View:
-    """Return a view of a choice by predicted times: all candidates, fastest first; the
-    one that is chosen has a color. Of other choices the view has the reason."""
-    chosen, predictions = choice.value, choice.alternatives
-    if not predictions or not all(
-        isinstance(each, Prediction) for each in predictions.values()
-    ):
-        rows = [
-            (head(str(each)), Cell(str(what))) for each, what in predictions.items()
-        ]
-        return View(f"chosen: {chosen}", tuple(rows), (choice.why,))
+    """Return a view of a choice: the reason, and what was compared. Candidates with
+    predicted times stand fastest first."""
+    title, alternatives = f"chosen: {_name(choice.value)}", choice.alternatives
+    are_predicted = all(isinstance(x, Prediction) for x in alternatives.values())
+    if not alternatives or not are_predicted:
+        rows = [(_name(name), str(what)) for name, what in alternatives.items()]
+        return View(title, (("alternative", ""), *rows), (choice.why,))
     ordered = sorted(
-        predictions.items(), key=lambda pair: (pair[1].sec, pair[0] != chosen)
+        alternatives.items(), key=lambda pair: (pair[1].sec, pair[0] != choice.value)
     )
-    best_sec = predictions[chosen].sec
-    rows = [tuple(map(head, ("candidate", "time", "over the best", "bytes")))]
+    best_sec = alternatives[choice.value].sec
+    rows = [("candidate", "time", "over the best", "bytes")]
     for name, predicted in ordered[:MAX_ROWS]:
         over = predicted.sec / best_sec if best_sec else 1.0
-        color = tint(PALETTE[2], 0.35) if name == chosen else ""
-        texts = (
-            _seconds(predicted.sec),
-            f"{over:.2f}",
-            quantity(predicted.total_bytes(""), BYTES),
-        )
-        words = " x ".join(map(str, name)) if isinstance(name, tuple) else name
-        rows.append((head(words, color=color), *(Cell(text, color) for text in texts)))
+        sent = quantity(predicted.total_bytes(""), BYTES)
+        rows.append((_name(name), _seconds(predicted.sec), f"{over:.2f}", sent))
     notes = [choice.why, "times are of one layer and micro-batch, by the cost model"]
     notes += left_out(len(ordered) - MAX_ROWS, "candidates")
-    return View(f"chosen: {rows[1][0].text}", tuple(rows), tuple(notes))
+    return View(title, tuple(rows), tuple(notes))
+
+
+def _name(value) -> str:
+    """Return a candidate in words: '1 x 4' for the domain (1, 4)."""
+    is_sizes = isinstance(value, tuple) and all(isinstance(x, int) for x in value)
+    return " x ".join(map(str, value)) if is_sizes else str(value)
 
 
 def _seconds(sec: float) -> str:

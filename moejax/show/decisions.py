@@ -3,7 +3,7 @@
 import math
 
 from moejax.balance.decision import Decision, duration
-from moejax.show.table import Cell, View, head, heat
+from moejax.show.table import View
 
 
 def decision(decision: Decision) -> View:
@@ -15,31 +15,22 @@ def decision(decision: Decision) -> View:
         decision.device_max_over_mean_after,
     )
     rows = [
-        (head(""), head("before"), head("after")),
-        _pair("plan", decision.digest_before, decision.plan.digest),
-        (
-            head("forecast device max/mean"),
-            *(Cell(f"{ratio:.2f}", heat(ratio)) for ratio in ratios),
-        ),
+        ("", "before", "after"),
+        ("plan", decision.digest_before, decision.plan.digest),
+        ("forecast device max/mean", *(f"{ratio:.2f}" for ratio in ratios)),
     ]
-    rows += [_pair(name, *pair) for name, pair in decision.changes.items()]
+    rows += [(name, *map(str, pair)) for name, pair in decision.changes.items()]
     if not is_kept:
         gain_sec, cost_sec = decision.modelled_gain_sec, decision.modelled_cost_sec
-        prices = {
-            "experts that move": f"{decision.num_moves}",
-            "modelled gain, a step": duration(gain_sec),
-            "modelled cost, once": duration(cost_sec),
-            "steps that pay for it": _steps(cost_sec, gain_sec),
-            "adoption": f"step {decision.adopt_step}",
-        }
-        rows += [(head(name), Cell(text, span=2)) for name, text in prices.items()]
+        rows += [
+            ("experts that move", f"{decision.num_moves}"),
+            ("modelled gain, a step", duration(gain_sec)),
+            ("modelled cost, once", duration(cost_sec)),
+            ("steps that pay for it", _steps(cost_sec, gain_sec)),
+            ("adoption", f"step {decision.adopt_step}"),
+        ]
     title = f"step {decision.step}: {decision.kind}, policy {decision.policy}"
     return View(title, tuple(rows), tuple(filter(None, [decision.why])))
-
-
-def _pair(name: str, before, after) -> tuple[Cell, ...]:
-    """Return the row of a value before and after the decision."""
-    return head(name), Cell(str(before)), Cell(str(after))
 
 
 def _steps(cost_sec: float, gain_sec: float) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.plan.layout import Layout
-from moejax.show.table import Cell, View, head
+from moejax.show.table import View
 
 DERIVED = {
     "slots of all devices": "num_slots",
@@ -19,15 +19,15 @@ def layout(layout: Layout) -> View:
 
     A note lists the fields that have their defaults.
     """
-    rows, usual = [(head("field"), head("value"))], []
+    rows, usual = [("field", "value")], []
     for field in dataclasses.fields(layout):
         value = getattr(layout, field.name)
         if field.default is not dataclasses.MISSING and value == field.default:
             usual.append(f"{field.name} {_text(value)}")
         else:
-            rows.append((head(field.name), Cell(_text(value))))
+            rows.append((field.name, _text(value)))
     for words, name in DERIVED.items():
-        rows.append((head(words), Cell(_text(getattr(layout, name)))))
+        rows.append((words, _text(getattr(layout, name))))
     title = (
         f"layout: {layout.num_experts} experts on {layout.num_devices} devices, "
         f"{layout.slots_per_device} slots each, store {layout.store}"

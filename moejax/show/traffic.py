@@ -3,18 +3,7 @@
 import numpy as np
 
 from moejax.perf.traffic import over_mean
-from moejax.show.table import (
-    PALETTE,
-    Cell,
-    View,
-    groups,
-    head,
-    heat,
-    left_out,
-    quantity,
-    span,
-    tint,
-)
+from moejax.show.table import View, groups, left_out, quantity, span
 
 MAX_DEVICES = 24
 """Largest number of devices of which a view lists the pairs."""
@@ -25,9 +14,8 @@ UNITS = {"rows": ("",), "bytes": ("B", "kB", "MB", "GB")}
 def pairs(sent_ww, unit: str = "rows") -> View:
     """Return a view of what each device (down) sends to each device (right).
 
-    `sent_ww` is [sender, receiver], in `unit`: 'rows' or 'bytes'. The color grows with
-    the number. What stays on its device has none. Raises ValueError unless the table is
-    square and the unit is known.
+    `sent_ww` is [sender, receiver], in `unit`: 'rows' or 'bytes'. Raises ValueError
+    unless the table is square and the unit is known.
     """
     sent_ww = np.asarray(sent_ww, float)
     num_devices = len(sent_ww)
@@ -39,21 +27,18 @@ def pairs(sent_ww, unit: str = "rows") -> View:
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r} must be one of {', '.join(UNITS)}")
     away_ww = np.where(np.eye(num_devices, dtype=bool), 0.0, sent_ww)
-    most, units = max(float(away_ww.max()), 1e-300), UNITS[unit]
+    units = UNITS[unit]
     shown = range(num_devices)[:MAX_DEVICES]
-    rows = [(head("from, to"), *(head(str(w)) for w in shown), head("sent"))]
+    rows = [("from, to", *map(str, shown), "sent")]
     for u in shown:
-        cells = (
-            Cell(_amount(sent_ww[u, w], units), _share(away_ww[u, w] / most))
-            for w in shown
-        )
-        total = Cell(_amount(away_ww[u].sum(), units))
-        rows.append((head(f"device {u}"), *cells, total))
-    received = (Cell(_amount(away_ww[:, w].sum(), units)) for w in shown)
-    rows.append((head("received"), *received, Cell(_amount(away_ww.sum(), units))))
+        cells = (_amount(sent_ww[u, w], units) for w in shown)
+        rows.append((f"device {u}", *cells, _amount(away_ww[u].sum(), units)))
+    received = (_amount(away_ww[:, w].sum(), units) for w in shown)
+    rows.append(("received", *received, _amount(away_ww.sum(), units)))
+    fullest = _amount(away_ww.max(), units)
     title = (
         f"{unit} from each device to each: {num_devices} devices, "
-        f"{_amount(away_ww.sum(), units)} travel, fullest pair {_amount(most, units)}"
+        f"{_amount(away_ww.sum(), units)} travel, fullest pair {fullest}"
     )
     notes = ["sent and received do not count what stays on its device"]
     notes += left_out(num_devices - len(shown), "devices")
@@ -72,7 +57,7 @@ def stats(stats) -> View:
     bound_l = np.asarray(stats.bound_l) / mean_l
     names = ("layer", "expert max/mean", "device max/mean", "bound", "rounds")
     names += ("fullest pair", "dropped", "experts without a token")
-    rows = [tuple(map(head, names))]
+    rows = [names]
     for first, last in groups(len(tokens_le), MAX_LAYERS):
         part = slice(first, last + 1)
         ratios = (a[part].max() for a in (expert_l, device_l, bound_l))
@@ -84,9 +69,9 @@ def stats(stats) -> View:
         )
         rows.append(
             (
-                head(span("", first, last)),
-                *(Cell(f"{ratio:.2f}", heat(ratio)) for ratio in ratios),
-                *(Cell(f"{int(count):,}") for count in counts),
+                span("", first, last),
+                *(f"{ratio:.2f}" for ratio in ratios),
+                *(f"{int(count):,}" for count in counts),
             )
         )
     notes = ["a row has the worst of its layers, and sums of what was dropped"]
@@ -105,8 +90,3 @@ def _amount(value: float, units: tuple[str, ...]) -> str:
     if len(units) > 1:
         return quantity(float(value), units)
     return f"{value:,.1f}".removesuffix(".0")
-
-
-def _share(share: float) -> str:
-    """Return the color of a pair by its part of the fullest pair, '' for none."""
-    return tint(PALETTE[0], 0.55 * share) if share > 0 else ""

@@ -12,107 +12,71 @@ jax.
 """
 
 import itertools
-import math
 
 import numpy as np
 
 from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
-from moejax.show.table import (
-    PALETTE,
-    Cell,
-    View,
-    groups,
-    head,
-    heat,
-    hue,
-    left_out,
-    span,
-    tint,
-)
+from moejax.show.table import View, groups, left_out, span
 
 __all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]
 
 MAX_ROWS, MAX_COLUMNS = 24, 64
-"""Largest number of rows and columns of a view: 1,536 cells of some 120 bytes keep a
+"""Largest number of rows and columns of a view: 1,536 cells of some 90 bytes keep a
 page below 250 kB."""
 
 
-def mesh(mesh, along: str | None = None) -> View:
+def mesh(mesh) -> View:
     """Return a view of the devices of a jax Mesh or a Topology by their coordinates.
 
-    The last axis of more than one device runs to the right, the others down, and each
-    axis has a color. With `along`, devices of one color are one group of collectives
-    over that axis. Raises ValueError if the mesh has no axis `along`.
+    The last axis of more than one device runs to the right, the others down.
     """
     names, ids = _device_grid(mesh)
-    if along is not None and along not in names:
-        raise ValueError(
-            f"along={along!r} is not an axis of the mesh: use one of {', '.join(names)}"
-        )
     wide = [axis for axis, size in enumerate(ids.shape) if size > 1] or [ids.ndim - 1]
     *down, right = wide
-    num_down = math.prod(ids.shape[axis] for axis in down)
-    columns, rows = range(ids.shape[right]), range(num_down)
-    shown_columns, shown_rows = columns[:MAX_COLUMNS], rows[:MAX_ROWS]
-    corner = [head("", len(down))] if down else []
-    heads = [
-        head(f"{names[right]} {i}", color=_axis_color(right)) for i in shown_columns
-    ]
-    table = [(*corner, *heads)]
-    for row in shown_rows:
-        at = np.unravel_index(row, [ids.shape[axis] for axis in down]) if down else ()
-        cells = [
-            head(f"{names[axis]} {i}", color=_axis_color(axis))
-            for axis, i in zip(down, at)
-        ]
-        for column in shown_columns:
-            index = [0] * ids.ndim
-            for axis, i in zip(wide, (*at, column)):
-                index[axis] = int(i)
-            cells.append(_device_cell(names, ids, tuple(index), along))
-        table.append(tuple(cells))
-    sizes = ", ".join(f"{n}={size}" for n, size in zip(names, ids.shape))
-    notes = []
-    if along is not None and ids.shape[names.index(along)] < ids.size:
-        notes.append(f"devices of one color are one group along {along}")
-    notes += left_out(len(columns) - len(shown_columns), "columns")
-    notes += left_out(len(rows) - len(shown_rows), "rows")
-    return View(f"mesh {sizes}: {ids.size} devices", tuple(table), tuple(notes))
+    ids_dr = np.moveaxis(ids, right, -1).reshape(-1, ids.shape[right])
+    num_down, num_right = ids_dr.shape
+    columns = range(num_right)[:MAX_COLUMNS]
+    rows = [("", *(f"{names[right]} {i}" for i in columns))]
+    sizes = [ids.shape[axis] for axis in down]
+    for row in range(num_down)[:MAX_ROWS]:
+        at = np.unravel_index(row, sizes) if down else ()
+        place = ", ".join(f"{names[axis]} {i}" for axis, i in zip(down, at))
+        rows.append((place, *(str(ids_dr[row, i]) for i in columns)))
+    title = ", ".join(f"{n}={size}" for n, size in zip(names, ids.shape))
+    notes = left_out(num_right - len(columns), "columns")
+    notes += left_out(num_down - len(rows) + 1, "rows")
+    return View(f"mesh {title}: {ids.size} devices", tuple(rows), tuple(notes))
 
 
 def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
     """Return a view of a plan: slots to the right, layers down, experts in the cells.
 
-    Experts with several replicas have a color, the same in all their slots. Empty slots
-    are hatched. Neighbouring layers with equal slots share a row.
+    An asterisk marks experts with several replicas, '-' an empty slot. Neighbouring
+    layers with equal slots share a row.
     """
     table_lp, num_slots = plan.slot_to_expert_lp, plan.num_slots
+    slots, heads = range(num_slots)[:MAX_COLUMNS], [""] * num_slots
     if num_devices is not None:
         _check_devices(num_slots, num_devices)
-    runs = _equal_runs(table_lp)
-    shown, slots = runs[:MAX_ROWS], range(num_slots)[:MAX_COLUMNS]
-    rows = []
-    if num_devices is not None:
         per_device = num_slots // num_devices
-        spans = [
-            (f"device {w}", min(per_device, len(slots) - w * per_device))
-            for w in range(-(-len(slots) // max(per_device, 1)))
-        ]
-        rows.append((head(""), *(head(text, span) for text, span in spans)))
-    rows.append((head("slot"), *(head(str(p)) for p in slots)))
-    for first, last in shown:
-        row_p = table_lp[first]
+        heads = [f"{p // per_device}:" for p in range(num_slots)]
+    runs = _equal_runs(table_lp)
+    shown = runs[:MAX_ROWS]
+    first = "slot" if num_devices is None else "device:slot"
+    rows = [(first, *(f"{heads[p]}{p}" for p in slots))]
+    for begin, end in shown:
+        row_p = table_lp[begin]
         copies_e = np.bincount(row_p[row_p >= 0], minlength=plan.num_experts)
-        cells = (_slot_cell(int(row_p[p]), copies_e) for p in slots)
-        rows.append((head(span("layer", first, last)), *cells))
+        cells = (_slot_text(int(row_p[p]), copies_e) for p in slots)
+        rows.append((span("layer", begin, end), *cells))
     num_empty = int(np.sum(table_lp < 0))
     title = (
         f"plan {plan.digest}: {plan.num_experts} experts in {num_slots} slots, "
         f"layers: {plan.num_layers}, empty slots: {num_empty}"
     )
-    notes = ["a color marks the replicas of one expert"] * _has_replicas(table_lp)
+    notes = ["* marks experts with several replicas"] * _has_replicas(table_lp)
     notes += left_out(num_slots - len(slots), "slots")
     notes += left_out(len(runs) - len(shown), "groups of layers")
     return View(title, tuple(rows), tuple(notes))
@@ -127,16 +91,11 @@ def loads(tokens_le) -> View:
     num_layers, num_experts = tokens_le.shape
     ratio_le = over_mean(tokens_le)
     layers, experts = groups(num_layers, MAX_ROWS), groups(num_experts, MAX_COLUMNS)
-    heads = [head(span("", *group)) for group in experts]
-    rows = [(head("expert"), head("max/mean"), *heads)]
-    for layer in layers:
-        part_le = ratio_le[layer[0] : layer[1] + 1]
-        cells = [
-            _ratio_cell(part_le[:, e0 : e1 + 1].max(), span("expert", e0, e1))
-            for e0, e1 in experts
-        ]
-        fullest = Cell(f"{part_le.max():.2f}")
-        rows.append((head(span("layer", *layer)), fullest, *cells))
+    rows = [("expert", "max/mean", *(span("", *group) for group in experts))]
+    for first, last in layers:
+        part_le = ratio_le[first : last + 1]
+        cells = (f"{part_le[:, e0 : e1 + 1].max():.1f}" for e0, e1 in experts)
+        rows.append((span("layer", first, last), f"{part_le.max():.2f}", *cells))
     notes = []
     if len(experts) < num_experts or len(layers) < num_layers:
         notes.append("a cell is the fullest of its layers and experts")
@@ -154,12 +113,12 @@ def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
     ratio_lw = over_mean(rows_lw)
     layers = groups(plan.num_layers, MAX_ROWS)
     devices = range(num_devices)[:MAX_COLUMNS]
-    rows = [(head("device"), head("max/mean"), *(head(str(w)) for w in devices))]
+    rows = [("device", "max/mean", *map(str, devices))]
     for first, last in layers:
         layer = first + int(np.argmax(ratio_lw[first : last + 1].max(axis=1)))
-        cells = (_rows_cell(rows_lw[layer, w], ratio_lw[layer, w]) for w in devices)
-        fullest = Cell(f"{ratio_lw[layer].max():.2f}")
-        rows.append((head(span("layer", first, last)), fullest, *cells))
+        cells = (f"{rows_lw[layer, w]:,.1f}".removesuffix(".0") for w in devices)
+        fullest = f"{ratio_lw[layer].max():.2f}"
+        rows.append((span("layer", first, last), fullest, *cells))
     notes = ["replicas of an expert share its rows evenly"] * _has_replicas(
         plan.slot_to_expert_lp
     )
@@ -204,40 +163,11 @@ def _device_grid(mesh) -> tuple[tuple[str, ...], np.ndarray]:
     return tuple(mesh.axis_names), ids
 
 
-def _device_cell(names, ids: np.ndarray, index: tuple[int, ...], along) -> Cell:
-    """Return the cell of one device, with the color of its group along an axis."""
-    color = ""
-    if along is not None:
-        axis = names.index(along)
-        others = index[:axis] + index[axis + 1 :]
-        sizes = ids.shape[:axis] + ids.shape[axis + 1 :]
-        group = int(np.ravel_multi_index(others, sizes)) if sizes else 0
-        color = hue(group)
-    hint = ", ".join(f"{name}={i}" for name, i in zip(names, index))
-    return Cell(str(ids[index]), color, hint)
-
-
-def _slot_cell(expert: int, copies_e: np.ndarray) -> Cell:
+def _slot_text(expert: int, copies_e: np.ndarray) -> str:
     """Return the cell of a slot that holds this expert, or none (-1)."""
     if expert < 0:
-        return Cell(hint="empty", is_hatched=True)
-    return Cell(str(expert), hue(expert) if copies_e[expert] > 1 else "")
-
-
-def _ratio_cell(ratio: float, hint: str) -> Cell:
-    """Return the cell of a load over the mean."""
-    return Cell(f"{ratio:.1f}", heat(ratio), hint)
-
-
-def _rows_cell(rows: float, ratio: float) -> Cell:
-    """Return the cell of a device's rows, colored by their ratio to the mean."""
-    text = f"{rows:,.1f}".removesuffix(".0")
-    return Cell(text, heat(ratio), f"{ratio:.2f} of the mean")
-
-
-def _axis_color(axis: int) -> str:
-    """Return the color of a mesh axis by its number."""
-    return tint(PALETTE[(axis + 1) % len(PALETTE)], 0.35)
+        return "-"
+    return f"{expert}*" if copies_e[expert] > 1 else str(expert)
 
 
 def _check_loads(tokens_le) -> np.ndarray:

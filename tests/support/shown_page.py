@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 
 class Page(html.parser.HTMLParser):
-    """Parsed page: rows of (text, style, attributes). Tags must be closed in order."""
+    """Parsed page: rows of (text, attributes). Tags must be closed in order."""
 
     def __init__(self, view):
         super().__init__()
@@ -21,9 +21,7 @@ class Page(html.parser.HTMLParser):
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
-            fields = dict(attrs)
-            style = fields["style"].partition("background:")[2]
-            self.rows[-1].append(SimpleNamespace(text="", background=style, **fields))
+            self.rows[-1].append(SimpleNamespace(text="", **dict(attrs)))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
