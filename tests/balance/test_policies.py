@@ -2,12 +2,14 @@
 slower than before, and made quickly."""
 
 import dataclasses
+import itertools
 import time
 
 import numpy as np
 import pytest
 
 from moejax.balance.policies import POLICIES, check_policy, prophet
+from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.perf.cost_model import NOTES, tight
 from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
 from moejax.plan.expert_plan import EMPTY, ExpertPlan, find_copies
@@ -325,3 +327,45 @@ def test_an_unknown_policy_names_the_nearest():
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"'auto' is for a run .*use one of them"):
         check_policy("quux")
+
+
+STEPS_OF_FLEXMOE = ("expand", "migrate", "shrink", "displace")
+
+
+def test_each_step_of_flexmoe_lowers_the_norm_of_device_times(monkeypatch):
+    """What a step predicts is what it does: the norm falls by MIN_GAIN at least, so
+    that the search ends."""
+    ratios = {name: [] for name in STEPS_OF_FLEXMOE}
+
+    def norm(state):
+        return float(flexmoe._power(state.time_w).sum())
+
+    def watched(name, step):
+        def take(state, num_copies):
+            before = norm(state)
+            if is_taken := step(state, num_copies):
+                ratios[name].append(norm(state) / before)
+                assert ratios[name][-1] < 1, f"{name} raises the norm"
+            return is_taken
+
+        return take
+
+    for name in STEPS_OF_FLEXMOE:
+        monkeypatch.setattr(flexmoe, name, watched(name, getattr(flexmoe, name)))
+    rng = np.random.default_rng(0)
+    for own, w, spare in itertools.product((1, 2, 4), (2, 4, 8), (1, 2)):
+        slots = min(own + spare, own * w)
+        for offers in range(1, own + 1):
+            layout = Layout(
+                own * w, w, slots, 256, store="resident", offers_per_device=offers,
+                copies_per_device=max(slots - own, 1),
+            )  # fmt: skip
+            plan = ExpertPlan.home_in(layout, 1)
+            for _ in range(4):
+                share_e = rng.pareto(1.0, own * w)
+                load_lwe = rng.poisson(50 * share_e, (1, w, own * w)).astype(float)
+                plan = flexmoe.plan(load_lwe, layout, FREE, plan)
+    most = (1 - flexmoe.MIN_GAIN) ** flexmoe.POWER * (1 + 1e-9)
+    for name, found in ratios.items():
+        assert len(found) > 5, f"{name} was hardly taken"
+        assert max(found) < most, name

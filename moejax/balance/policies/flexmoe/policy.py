@@ -229,7 +229,8 @@ def displace(state: Replicas, num_copies: int) -> bool:
     for hot in hottest(state).tolist():
         if hot == cold:
             continue
-        allowed_p = (moved_p != hot) & (moved_p != EMPTY) & (device_p != to) & fits_p
+        allowed_p = (moved_p != EMPTY) & (moved_p != hot) & (moved_p != cold)
+        allowed_p &= (device_p != to) & fits_p
         has_room_w = may_hold(state, np.array([hot]), num_copies)[0]
         has_room_p = may_hold(state, np.array([hot]), num_copies, 1)[0, device_p]
         allowed_p &= has_room_w[device_p] | (has_room_p & freed_p)
