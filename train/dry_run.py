@@ -26,7 +26,7 @@ from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import NODE_DEVICES, RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
 from train.launch.program import usable_bytes
-from train.replicas.shards import Coverage, coverage
+from train.replicas import Coverage, coverage
 from train.step.compiled import make_model
 from train.step.ragged import check_ragged
 from train.step.state import abstract_state, bytes_per_device

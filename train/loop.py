@@ -8,7 +8,6 @@ So does a step that a decision after the one before may change (Balance.lag_step
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable
@@ -40,8 +39,7 @@ from train.logs.profile import Window
 from train.logs.progress import Display, shown
 from train.logs.records import Records, attempt_line, memory_fields, step_record
 from train.logs.run_dir import RunDir
-from train.replicas.replay import Replay
-from train.replicas.watch import Replicas
+from train.replicas import Replicas
 from train.step.gpu_options import options_line
 from train.step.state import (
     TrainState,
@@ -293,10 +291,8 @@ def _context(
     say = balancing.say
     mesh = job.model.mesh
     peak = job.cfg.train.peak_tflops or peak_tflops(mesh.devices.flat[0].device_kind)
-    restored = functools.partial(restore, job, checkpointer, lambda _: None)
-    replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
     with goodput.at("compile"):
-        replicas = Replicas(job, balancing, replay, say)
+        replicas = Replicas(job, balancing, checkpointer, watchdog, say)
     return LoopContext(
         job=job,
         checkpointer=checkpointer,
