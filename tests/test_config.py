@@ -42,7 +42,7 @@ MINIMA = {
         "check_replicas_every_steps": 0,
     },
     Processes: {
-        **dict.fromkeys(["init_sec", "heartbeat_sec", "shutdown_sec"], 1),
+        **dict.fromkeys(["init_sec"], 1),
         "watchdog_sec": 0,
     },
     Checkpoint: {

@@ -30,7 +30,6 @@ from moejax.config import Config  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.files import write_whole  # noqa: E402
-from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 MESH_AXES = ("dc", "data", "expert", "tensor")
@@ -70,13 +69,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=pathlib.Path,
         help="JSON file for the calibration (default: it is only printed)",
     )
-    add_flags(parser)
     return parser.parse_args(argv)
 
 
 def work(args: argparse.Namespace) -> int:
     cfg = read_config(args)
-    start(cfg, cluster_flags(args))
+    start(cfg)
     from train.launch.processes import is_first
 
     calibration = measure(cfg, args)

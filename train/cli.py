@@ -23,7 +23,6 @@ from train.config import gin_reader
 from train.config.from_hf import folder_of, missing_tokenizer
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.agreement import program_facts, require_same
-from train.launch.cluster import add_flags, cluster_flags
 from train.launch.processes import is_first
 from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
 
@@ -52,7 +51,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="print one JSON object as the last line (default: text alone)",
     )
-    add_flags(parser)
     return parser
 
 
@@ -94,7 +92,7 @@ def run(
         require_tokenizer(found)
         if is_program and found.cfg.train.num_simulated_devices:
             restart_with_huge_pages()
-        start(found.cfg, cluster_flags(args))
+        start(found.cfg)
         require_same("program", _facts(args, found) | program_facts())
         record = work(load(found), args)
         emit(record, args.json and is_first())
@@ -140,10 +138,10 @@ def _facts(
     from train.checkpoint.from_hf import headers_sha256
 
     is_folder = isinstance(found, FolderSource)
-    places = vars(cluster_flags(args))
-    given = {name: value for name, value in vars(args).items() if name not in places}
     return {
-        "arguments": "\n".join(f"{name} = {value}" for name, value in given.items()),
+        "arguments": "\n".join(
+            f"{name} = {value}" for name, value in vars(args).items()
+        ),
         "configuration": gin_reader.render(found.cfg),
         "tensors": headers_sha256(found.folder) if is_folder else "",
     }

@@ -138,7 +138,6 @@ def _train(
         first = 0 if state is None else int(state.step)
         goodput.resume(first)
         with (
-            stop.answered(say_loudly),
             goodput,
             job.used_data_verified(first, lambda: stop.signal is not None, say),
             Records(run_dir.path, cfg, first, extras.track, config_text) as records,

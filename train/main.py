@@ -28,7 +28,7 @@ from train.launch.agreement import (  # noqa: E402
     program_facts,
     require_same,
 )
-from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, cluster_flags  # noqa: E402
+from train.launch.cluster import ATTEMPT  # noqa: E402
 from train.launch.processes import from_first_process, is_first  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
@@ -93,7 +93,8 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
     args.track = parse_names(args.track)
     if is_program and cfg.train.num_simulated_devices:
         restart_with_huge_pages()
-    return run(cfg, args, start(cfg, cluster_flags(args)))
+    start(cfg)
+    return run(cfg, args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -105,7 +106,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_check(parser.add_argument)
     _add_dry_run(parser.add_argument)
     _add_output(parser.add_argument)
-    add_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -237,7 +237,7 @@ def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
         print(f"note: {visible(note)}", flush=True)
 
 
-def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
+def run(cfg: Config, args: argparse.Namespace) -> int:
     """Do everything that needs jax: a dry run, or training from a new or an old run
     directory to the summary. Return the exit code."""
     is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
@@ -254,7 +254,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
-        if process is None or process.index == 0:
+        if is_first():
             show_dry_run(cfg, args)
         return DONE
     if args.check:

@@ -259,22 +259,17 @@ class Processes:
 
     init_sec: int = 300
     """Longest time that processes wait for one another at the start, in seconds."""
-    heartbeat_sec: int = 30
-    """Silence of a process, in seconds, after which it counts as dead and all processes
-    end. Sixty times in this time they look whether one of them has failed."""
-    shutdown_sec: int = 30
-    """Longest time that processes wait for one another at the end, in seconds."""
     watchdog_sec: int = 300
     """Longest time of a step, an evaluation, or a save that writes nothing, in seconds.
     A process that takes longer prints the stack of each thread and ends; 0 means no
     limit. It is also the limit of checks at the start (docs/doctor.md)."""
 
     def __post_init__(self) -> None:
-        require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
+        require_min(self, 1, "init_sec")
         require_min(self, 0, "watchdog_sec")
         require_max(
             self, MAX_WAIT_SEC, "timers count 115 days at most", "init_sec",
-            "heartbeat_sec", "shutdown_sec", "watchdog_sec",
+            "watchdog_sec",
         )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 import pathlib
 import subprocess
 
-from train.launch.tls import AUTHORITY, CERT, KEY
-
+CERT, KEY = "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE"
+AUTHORITY, URI_PREFIX = "JAX_MTLS_CA_FILE", "JAX_MTLS_PEER_URI_PREFIX"
 NAMES = "subjectAltName=DNS:node1,URI:spiffe://moejax/run"
 
 

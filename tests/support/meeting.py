@@ -69,19 +69,18 @@ def meet(folder: pathlib.Path) -> None:
     """Join the run that the environment names, and exchange numbers."""
     from jax.experimental import multihost_utils
 
-    from moejax.config import Config, Processes
-    from train.launch.cluster import detect
+    from moejax.config import Config
+    from train.launch import coordinator
     from train.launch.processes import any_process, join
 
-    process = detect(os.environ)
-    join(Config(processes=Processes(heartbeat_sec=10, shutdown_sec=10)), process)
-    is_over = False
+    join(Config())
+    index, count, is_over = coordinator.own_index(), coordinator.count(), False
     while not is_over:
-        indices = multihost_utils.process_allgather(np.int32(process.index))
-        assert indices.tolist() == list(range(process.count))
-        met = folder / f"met-{process.index}"
+        indices = multihost_utils.process_allgather(np.int32(index))
+        assert indices.tolist() == list(range(count))
+        met = folder / f"met-{index}"
         if not met.exists():
-            met.write_text(f"{process.coordinator} {os.getpid()}\n")
+            met.write_text(f"{os.environ['MOEJAX_COORDINATOR']} {os.getpid()}\n")
         is_over = any_process((folder / "stop").exists())
         time.sleep(0.02)
 

@@ -403,10 +403,6 @@ def read_compiled(folder: pathlib.Path) -> None:
     import jax.numpy as jnp
     from jax.experimental.compilation_cache import compilation_cache
 
-    from train.launch.compilation_cache import check_entries
-    from train.launch.program import say_loudly
-
-    check_entries(say_loudly)
     names = {
         "jax_compilation_cache_dir": str(folder / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -518,8 +514,7 @@ FORMATS = {
         is_report=True,
     ),
     "compiled": Format(
-        "compiled/checked/*-cache", build_compiled, read_compiled,
-        (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",)
+        "compiled/*-cache", build_compiled, read_compiled, BYTES, 100, ("compil",)
     ),
 }  # fmt: skip
 """All formats by name."""

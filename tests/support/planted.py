@@ -6,6 +6,7 @@ runs `train/main.py ARGS.. --check`, with a wrong product on process INDEX.
 """
 
 import functools
+import os
 import pathlib
 import runpy
 import sys
@@ -43,7 +44,7 @@ def main() -> None:
     sys.path[0] = str(ROOT)
     index, program, *args = sys.argv[1:]
     sys.argv = [program, *args, "--check"]
-    if f"--process_id={index}" in args:
+    if os.environ.get("MOEJAX_PROCESS_ID") == index:
         plant_product(
             pytest.MonkeyPatch(), "wgrad", lambda own, *args: 1.1 * own(*args)
         )

@@ -6,10 +6,10 @@ import subprocess
 
 from tests.support.run_main import LIMIT_SEC, ROOT, Ended, Live, command, environment
 from tools.launch.workers import free_port
+from train.launch.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 WORKERS = ROOT / "tests" / "support" / "workers.gin"
 LAUNCHER = ROOT / "tools" / "launch" / "local.py"
-QUICK = ("Processes.heartbeat_sec = 10", "Processes.shutdown_sec = 20")
 
 
 class LiveWorkers(Live):
@@ -31,7 +31,7 @@ class LiveWorkers(Live):
     ):
         """Start `count` workers. `flags` are flags of the launcher, `of_main` flags of
         train/main.py, `prefix` words before the launcher's command."""
-        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=gin_file)
+        words = command(run_dir, *params, flags=of_main, gin_file=gin_file)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
         self.start(run_dir, [*prefix, *launcher, *words[1:]])
 
@@ -91,13 +91,13 @@ def run_apart(
     port, count = free_port(), len(words_by_process)
     processes = []
     for index, params in enumerate(words_by_process):
-        flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
-        flags.append(f"--process_id={index}")
-        words = command(run_dir, *QUICK, *params, flags=flags, gin_file=WORKERS)
+        place = {COORDINATOR: f"127.0.0.1:{port}", NUM_PROCESSES: str(count)}
+        place |= {PROCESS_ID: str(index)}
+        words = command(run_dir, *params, gin_file=WORKERS)
         processes.append(
             subprocess.Popen(
                 [words[0], *before, *words[1:]],
-                env=environment() | (envs[index] if envs else {}),
+                env=environment() | place | (envs[index] if envs else {}),
                 cwd=folders[index] if folders else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ import pytest
 
 from train import evaluate, generate, main
 
-UNITS = {"num_devices", "step", "num_processes", "process_id", "batches", "max_tokens",
+UNITS = {"num_devices", "step", "batches", "max_tokens",
          "temperature", "top_p", "seed", "profile_steps"}  # fmt: skip
 
 

@@ -30,7 +30,7 @@ ORDER, DONE = "order.json", "done.json"
 FLIP, DIE_IN_SAVE = "flip", "die in save"
 
 
-def disturbed_run(cfg, args, process) -> int:
+def disturbed_run(cfg, args) -> int:
     """Do what main.run does, with wrappers around the function that the training loop
     calls before each step, and around the start of a save. jax, which they import, has
     its flags by now."""
@@ -55,7 +55,7 @@ def disturbed_run(cfg, args, process) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Balancing.before, Writer.start = before_slowly, start_and_die
-    return run(cfg, args, process)
+    return run(cfg, args)
 
 
 def take_order(kind: str) -> dict:

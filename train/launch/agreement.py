@@ -1,4 +1,5 @@
-"""Refuse a run whose processes differ: in configuration, code, libraries or data.
+"""Refuse a run whose processes differ: in configuration, code, libraries, data, devices
+or kernels.
 
 Every process trains a part of one model. One that computes another function, or reads
 other data, would spoil the result without an error. So before anything is compiled each
@@ -65,17 +66,15 @@ def _verdict(texts: list[str]) -> str:
     """Return how the facts of processes differ from those of process 0, as one line, or
     '' if all are the same."""
     facts, *others = map(json.loads, texts)
-    differences = []
-    for index, other in enumerate(others, 1):
-        if difference := first_difference(facts, other, index):
-            differences.append((index, difference))
-    if not differences:
+    different = {i: x for i, x in enumerate(others, 1) if x != facts}
+    if not different:
         return ""
-    others = [str(index) for index, _ in differences[1:]]
-    more = f" (others that differ: {', '.join(others[:16])})" if others else ""
+    first, *rest = different
+    more = f" (others that differ: {', '.join(map(str, rest[:16]))})" if rest else ""
     return (
-        f"the processes of this run are not the same: {differences[0][1]}{more}: start "
-        "all of them with the same arguments, code, libraries and data"
+        "the processes of this run are not the same: "
+        f"{first_difference(facts, different[first], first)}{more}: start all of them "
+        "with the same arguments, code, libraries and data"
     )
 
 
@@ -83,30 +82,16 @@ def first_difference(
     facts: Mapping[str, str], other: Mapping[str, str], index: int
 ) -> str:
     """Return the first line in which the facts of process `index` differ from those of
-    process 0; '' if none does."""
+    process 0."""
     for fact in dict.fromkeys([*facts, *other]):
-        lines, other_lines = ((x.get(fact) or "").splitlines() for x in (facts, other))
-        here = next((x for x in lines if x not in other_lines), None)
-        there = next((x for x in other_lines if x not in lines), None)
-        if here is None and there is None and lines != other_lines:
-            # The same lines in another order, or another number of them.
-            pairs = itertools.zip_longest(lines, other_lines)
-            here, there = next((x, y) for x, y in pairs if x != y)
-        if here is not None or there is not None:
-            pairs = itertools.takewhile(
-                lambda x: x[0] == x[1], zip(here or "", there or "")
-            )
-            begin = max(0, sum(1 for _ in pairs) - 100)
-            here, there = (_shown(x, begin) for x in (here, there))
-            return f"{fact}: process 0 has {here}, process {index} has {there}"
-    return ""
-
-
-def _shown(line: str | None, begin: int) -> str:
-    """Return 200 characters of a line for a message, from `begin` on."""
-    if line is None:
-        return "nothing"
-    return f"{'.. ' if begin else ''}{line[begin : begin + 200]!r}"
+        both = [x.get(fact, "").splitlines() for x in (facts, other)]
+        for lines in itertools.zip_longest(*both, fillvalue="nothing"):
+            if lines[0] != lines[1]:
+                same = itertools.takewhile(lambda x: x[0] == x[1], zip(*lines))
+                begin = max(0, len(list(same)) - 100)
+                here, there = (repr(line[begin : begin + 200]) for line in lines)
+                return f"{fact}: process 0 has {here}, process {index} has {there}"
+    raise AssertionError("the facts are the same")
 
 
 def program_facts() -> dict[str, str]:
@@ -136,27 +121,24 @@ def device_facts() -> dict[str, str]:
     devices = jax.local_devices()
     kinds = sorted({f"{d.platform} {d.device_kind}" for d in devices})
     paths = sorted({device_file.path_of(d.device_kind) for d in devices})
+    hashes = (_file_hash(path) if path.is_file() else "is not here" for path in paths)
     return {
         "devices": "\n".join(kinds),
         "runtime of the devices": devices[0].client.platform_version,
-        "choices of kernels": "\n".join(map(_file_line, paths)),
+        "choices of kernels": "\n".join(
+            f"{path.name} {text}" for path, text in zip(paths, hashes)
+        ),
     }
 
 
-def _file_line(path: pathlib.Path) -> str:
-    """Return a line with the name of a file and its hash, or that there is none."""
-    if not path.is_file():
-        return f"{path.name} is not here"
-    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+def _file_hash(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _sources() -> list[str]:
     """Return a line with the name and the hash of each source file of the trainer."""
     paths = [p for room in ("moejax", "train") for p in (ROOT / room).rglob("*.py")]
-    return [
-        f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-        for path in sorted(paths)
-    ]
+    return [f"{path.relative_to(ROOT)} {_file_hash(path)}" for path in sorted(paths)]
 
 
 def _versions() -> list[str]:

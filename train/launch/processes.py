@@ -8,87 +8,89 @@ others. The launcher ends those; without one their heartbeats and watchdogs do
 (docs/processes.md).
 """
 
-import contextlib
 import dataclasses
 import faulthandler
+import itertools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moejax.config import Config
-from train.launch import coordinator, failures
-from train.launch.cluster import ProcessInfo
-from train.launch.network import bind_address, listen_with_gloo, split
-from train.launch.tls import uses_tls
+from train.launch import cluster, coordinator, failures
+from train.messages import one_line
 
 STDERR = 2
 """File descriptor to which C and C++ code writes, and on which stacks are printed."""
+HEARTBEAT_SEC = SHUTDOWN_SEC = 30
+"""Silence after which a process counts as dead, and longest time that processes wait
+for one another at the end. JAX's own limits are 100 and 300 s."""
+DAY_SEC = 24 * 3600
+"""Allowed silence where Processes.watchdog_sec = 0 lets a run stand still."""
 
 
-def join(cfg: Config, process: ProcessInfo | None) -> None:
+def join(cfg: Config) -> None:
     """Make this process one of the run's processes, before any device is touched.
 
     JAX aborts the process (exit code 134) if the others do not come within
-    Processes.init_sec. Raises ValueError for certificates that cannot be used.
+    Processes.init_sec. Raises ValueError where the launcher's variables do not say
+    which process this is, or certificates cannot be used.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    process = cluster.detect(os.environ)
     if process is None:
         return
     import jax
 
-    limits = cfg.processes
-    host, _ = split(process.coordinator)
-    is_secure = uses_tls(os.environ, host if process.index == 0 else None)
-    bind = bind_address(process.coordinator, os.environ)
+    limits, where = cfg.processes, "where their launcher says"
+    if process:
+        where = f"at {process['coordinator_address']}"
     print(
-        f"process {process.index} of {process.count} ({process.source}) meets the "
-        f"others at {process.coordinator}, and waits "
-        f"Processes.init_sec={limits.init_sec} at most",
+        f"meeting the other processes {where}, for Processes.init_sec="
+        f"{limits.init_sec} at most",
         flush=True,
     )
-    if process.index == 0:
-        where = bind.replace("[::]:", "all interfaces, port ")
-        how = "with mutual TLS" if is_secure else "without TLS (SECURITY.md)"
-        print(f"the coordinator listens on {where}, {how}", flush=True)
     start_sec = time.monotonic()
-    jax.distributed.initialize(
-        coordinator_address=process.coordinator,
-        num_processes=process.count,
-        process_id=process.index,
-        local_device_ids=process.local_device_ids,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=bind,
-        initialization_timeout=limits.init_sec,
-        heartbeat_timeout_seconds=limits.heartbeat_sec,
-        shutdown_timeout_seconds=limits.shutdown_sec,
-        verify_secure_credentials=is_secure or None,
-    )
-    failures.watch(limits.heartbeat_sec)
+    try:
+        gpus = cluster.visible_gpus(os.environ)
+        jax.distributed.initialize(
+            **process,
+            initialization_timeout=limits.init_sec,
+            heartbeat_timeout_seconds=HEARTBEAT_SEC if limits.watchdog_sec else DAY_SEC,
+            shutdown_timeout_seconds=SHUTDOWN_SEC,
+        )
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "mTLS" not in str(error):
+            raise  # a taken port, or the like: another start may help
+        raise ValueError(
+            f"this process cannot join its run: {one_line(error)}: correct that, or "
+            f"set {cluster.COORDINATOR}, {cluster.NUM_PROCESSES} and "
+            f"{cluster.PROCESS_ID}; {cluster.NUM_PROCESSES}=1 is a run of one process"
+        ) from error
+    jax.config.update("jax_cuda_visible_devices", gpus)  # jax would take one at most
+    failures.watch()
+    index, count = coordinator.own_index(), coordinator.count()
     waited_sec = time.monotonic() - start_sec
-    print(f"all {process.count} processes have met, in {waited_sec:.1f} s", flush=True)
-    if address := listen_with_gloo(process, limits.init_sec):
-        print(f"gloo, for collectives of CPUs, listens on {address}", flush=True)
+    print(f"process {index} has met all {count}, in {waited_sec:.1f} s", flush=True)
 
 
 def is_first() -> bool:
     """Return whether this is process 0, which logs and writes for all."""
-    import jax
-
-    return jax.process_index() == 0
+    return coordinator.own_index() == 0
 
 
 def are_several() -> bool:
     """Return whether the run has more than one process."""
-    import jax
+    return coordinator.count() > 1
 
-    return jax.process_count() > 1
+
+_num_results = itertools.count()
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
@@ -99,14 +101,15 @@ def from_first_process(make: Callable[[], Any]) -> Any:
     """
     if not are_several():
         return make()
-    reply = {}
+    key = f"result/{next(_num_results)}"
     if is_first():
         try:
             reply = {"value": make()}
         except (ValueError, OSError) as fault:
             kind = "OSError" if isinstance(fault, OSError) else "ValueError"
             reply = {"fault": str(fault), "kind": kind}
-    reply = json.loads(_broadcast(json.dumps(reply).encode()))
+        coordinator.put(key, json.dumps(reply))
+    reply = json.loads(coordinator.wait_for(key))
     if "fault" in reply:
         raise {"OSError": OSError, "ValueError": ValueError}[reply["kind"]](
             reply["fault"]
@@ -126,16 +129,13 @@ def any_process(claim: bool) -> bool:
 def published(name: str, make: Callable[[], str]) -> str:
     """Call `make` on process 0, and return its text on all processes.
 
-    The text goes through the coordinator and not through devices, so steps go on
-    meanwhile. `name` is used once in a run.
+    `name` is used once in a run, and several threads may publish.
     """
     if not are_several():
         return make()
-    if not is_first():
-        return coordinator.wait_for(name)
-    text = make()
-    coordinator.put(name, text)
-    return text
+    if is_first():
+        coordinator.put(name, make())
+    return coordinator.wait_for(name)
 
 
 def withdraw(name: str) -> None:
@@ -145,22 +145,13 @@ def withdraw(name: str) -> None:
 
 
 def wait_for_all(name: str) -> None:
-    """Return when every process has called this function."""
+    """Return when every process has called this function, with a name of its own.
+
+    No device takes part: gloo waits for a process for 30 s at most, and NCCL not much
+    longer.
+    """
     if are_several():
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
-
-
-def _broadcast(text: bytes) -> bytes:
-    """Return the text of process 0 on all processes."""
-    from jax.experimental import multihost_utils
-
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.zeros(-(-size // 4096) * 4096, np.uint8)  # few shapes to compile
-    if is_first():
-        padded[:size] = np.frombuffer(text, np.uint8)
-    return multihost_utils.broadcast_one_to_all(padded).tobytes()[:size]
+        coordinator.meet(name, coordinator.WEEK_MSEC / 1000)
 
 
 class Stop:
@@ -173,8 +164,7 @@ class Stop:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._num_asked = 0
-        self._are_several = are_several()
-        if self._are_several:
+        if are_several():
             signal.signal(
                 signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
             )
@@ -182,34 +172,10 @@ class Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._set)
 
-    @contextlib.contextmanager
-    def answered(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Call `say` with a line as soon as the first signal comes in the block.
-
-        Python runs its handler of a signal between two of its own instructions, so not
-        before XLA returns from a compilation. The number of the signal is in a pipe at
-        once, and a thread reads it. Several processes say nothing before they stop.
-        """
-        if self._are_several:
-            yield
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        thread = threading.Thread(target=_answer, args=(reader, say), daemon=True)
-        thread.start()
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            os.close(writer)
-            thread.join()
-            os.close(reader)
-
     def is_set(self) -> bool:
         """Return whether the run is to stop. All processes ask once after each step."""
         self._num_asked += 1
-        if self._are_several and self.signal is None:
+        if self.signal is None and are_several():
             from jax.experimental import multihost_utils
 
             # JAX counts from 0 in each process, so this counts questions, not steps:
@@ -225,19 +191,8 @@ class Stop:
         self.signal = number
 
 
-def _answer(reader: int, say: Callable[[str], None]) -> None:
-    """Call `say` for the first signal that stops a run whose number is in the pipe."""
-    while number := os.read(reader, 1):
-        if number[0] in (signal.SIGTERM, signal.SIGINT):
-            say(
-                f"signal {number[0]}: the run stops after the next step, with "
-                "everything saved; a compilation ends first"
-            )
-            return
-
-
 @dataclasses.dataclass
-class _Watched:
+class _Work:
     """Work that a watchdog times."""
 
     what: str
@@ -266,13 +221,12 @@ class Watchdog:
         """`log` names the file that stacks go to, if they do not go to the terminal."""
         self._limit_sec, self._say = limit_sec, say
         self._where = f" to {log}" if log else ""
-        self._watched: _Watched | None = None
+        self._work: _Work | None = None
         self._timer = threading.Lock()
-        """Held while the timer and `_watched` change, so that they belong together."""
+        """Held while the timer and `_work` change, so that they belong together."""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         if limit_sec:
-            self._thread.start()
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> "Watchdog":
         return self
@@ -285,13 +239,13 @@ class Watchdog:
         """Start the timer for `what`, which is to end within the limit, or to change
         the number that `count()` returns. That is called in another thread."""
         with self._timer:
-            self._watched = _Watched(what, count)
+            self._work = _Work(what, count)
             self._start_timer()
 
     def rest(self) -> None:
         """Stop the timer until the next call of `at`."""
         with self._timer:
-            self._watched = None
+            self._work = None
             faulthandler.cancel_dump_traceback_later()
 
     def _start_timer(self) -> None:
@@ -299,36 +253,23 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_sec, exit=True, file=STDERR)
 
     def _watch(self) -> None:
-        """Look at the work, now and then, until the watchdog is closed."""
-        interval_sec, counted_sec = self._limit_sec / 8, time.monotonic()
-        while not self._closed.wait(min(1.0, interval_sec)):
-            watched = self._watched
-            if watched is None:
+        """Look at the work eight times within the limit, until the watchdog is
+        closed."""
+        while not self._closed.wait(self._limit_sec / 8):
+            work = self._work
+            if work is None:
                 continue
-            if watched.count and time.monotonic() - counted_sec >= interval_sec:
-                self._follow(watched)
-                counted_sec = time.monotonic()
-            self._warn(watched)
-
-    def _follow(self, watched: _Watched) -> None:
-        """Start the timer again if the number of the work has changed."""
-        count = watched.count()
-        with self._timer:
-            if self._watched is not watched or count == watched.last_count:
-                return
-            watched.last_count, watched.since_sec = count, time.monotonic()
-            watched.is_said = False
-            self._start_timer()
-
-    def _warn(self, watched: _Watched) -> None:
-        """Print one warning for work that takes longer than half the limit."""
-        taken_sec = time.monotonic() - watched.since_sec
-        if watched.is_said or taken_sec <= self._limit_sec / 2:
-            return
-        watched.is_said = True
-        goes_on = "has not moved" if watched.count else "goes on"
-        self._say(
-            f"WATCHDOG {watched.what} {goes_on} for {taken_sec:.0f} s; at "
-            f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
-            f"and writes the stacks of its threads{self._where}"
-        )
+            count = work.count() if work.count else None
+            with self._timer:
+                if self._work is work and count != work.last_count:
+                    self._work = _Work(work.what, work.count, last_count=count)
+                    self._start_timer()
+                    continue
+            taken_sec = time.monotonic() - work.since_sec
+            if taken_sec > self._limit_sec / 2 and not work.is_said:
+                work.is_said = True
+                self._say(
+                    f"WATCHDOG {work.what} takes {taken_sec:.0f} s already; at "
+                    f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
+                    f"and writes the stacks of its threads{self._where}"
+                )

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from moejax import simulate
 from moejax.config import Config
-from train.launch import failures
-from train.launch.cluster import Flags, ProcessInfo, detect
+from train.launch import coordinator, failures
+from train.launch.cluster import LOCAL_NUM_PROCESSES
 from train.launch.processes import join
 from train.launch.streams import print_leniently
 from train.messages import one_line, visible
@@ -52,21 +52,25 @@ page fault for every 4 KiB of every step. With huge pages that glibc keeps, a st
 `tiny_cpu` took 0.7 of the processor time, in one run each (docs/log.md)."""
 
 
-def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
-    """Set the flags of jax, join the other processes, and return which process this is;
-    None if there is only one.
+def start(cfg: Config) -> None:
+    """Set the flags of jax, and join the other processes.
 
     Raises ValueError if the environment contradicts itself or the configuration.
     """
-    process = detect(os.environ, flags)
-    set_up_backend(cfg, 1 if process is None else process.count)
-    join(cfg, process)
-    from train.launch import compilation_cache  # imports jax
+    set_up_backend(cfg)
+    join(cfg)
+    total, count = cfg.train.num_simulated_devices, coordinator.count()
+    if total % count:
+        raise ValueError(
+            f"Train.num_simulated_devices={total} cannot be shared by {count} "
+            f"processes: give a multiple of {count}"
+        )
+    if total and count > 1:  # XLA reads its flags when the first device is touched
+        os.environ.update(simulate.environment(total // count, os.environ))
+        if os.environ.get(LOCAL_NUM_PROCESSES) == str(count):
+            from train.launch.compilation_cache import share_programs  # imports jax
 
-    compilation_cache.check_entries(say_loudly)
-    if process is not None and cfg.train.num_simulated_devices:
-        compilation_cache.share_programs(cfg.processes.init_sec)
-    return process
+            share_programs()
 
 
 def start_of_process() -> float:
@@ -83,19 +87,14 @@ def start_of_process() -> float:
     return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - begin_sec)
 
 
-def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
-    """Set the flags that jax reads when it starts. Variables that the user has set
-    stay as they are."""
-    flags = simulate.with_flags(os.environ, *simulate.COLLECTIVE_FLAGS)
-    variables = {"XLA_FLAGS": flags}
-    if cfg.train.num_simulated_devices:
-        total = cfg.train.num_simulated_devices
-        if total % num_processes:
-            raise ValueError(
-                f"Train.num_simulated_devices={total} cannot be shared by "
-                f"{num_processes} processes: give a multiple of {num_processes}"
-            )
-        variables = simulate.environment(total // num_processes, os.environ)
+def set_up_backend(cfg: Config) -> None:
+    """Set the flags of jax, as of a run of one process. Variables that the user has set
+    stay as they are. jax reads some of them when it is imported."""
+    variables = {
+        "XLA_FLAGS": simulate.with_flags(os.environ, *simulate.COLLECTIVE_FLAGS)
+    }
+    if total := cfg.train.num_simulated_devices:
+        variables = simulate.environment(total, os.environ)
     os.environ.update(variables)
     os.environ.setdefault(FRACTION_NAME, str(GPU_MEMORY_FRACTION))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
@@ -167,8 +166,8 @@ def guarded(work: Callable[[], int], *, as_json: bool) -> int:
 def _leave(code: int) -> int:
     """Return `code`, or exit with it at once if this is one of several processes.
 
-    The usual way out would wait for the others (Processes.shutdown_sec), which do not
-    know yet that there is a reason to end.
+    The usual way out would wait for the others, which do not know yet that there is a
+    reason to end.
     """
     if _has_joined():
         failures.exit_now(code)

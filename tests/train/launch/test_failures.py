@@ -1,47 +1,49 @@
-"""Test how a process ends when it, or another one of its run, fails."""
+"""How a process ends when it, or another one of its run, fails."""
 
 import json
 import threading
 
 import pytest
 
-from tests.support.waiting import wait_until
 from train.launch import coordinator, failures
 from train.launch.program import CRASHED, FAILED, guarded
 
+LINE = "the disk is full"
 
-class Ended(Exception):
+
+class Ended(BaseException):
     """Stands for the end of the process."""
 
 
 class Store:
-    """The coordinator's key-value store, as far as it is needed here."""
+    """The coordinator's store and its barrier, as far as they are needed here."""
 
     def __init__(self):
-        self.texts, self.faults = {}, []
+        self.texts, self.has_changed = {}, threading.Condition()
+        self.num_met = 0
         self.goes_on = threading.Event()
         """Not set while process 0 is stopped."""
         self.goes_on.set()
 
-    def key_value_set(self, key: str, text: str) -> None:
-        self.goes_on.wait(10)
-        self.texts[key] = text
+    def put(self, key: str, text: str) -> None:
+        self.goes_on.wait(60)
+        with self.has_changed:
+            assert key not in self.texts
+            self.texts[key] = text
+            self.has_changed.notify_all()
 
-    def key_value_dir_get(self, begin: str) -> list[tuple[str, str]]:
-        self.goes_on.wait(10)
-        if self.faults:
-            raise self.faults.pop()
-        return [(k, x) for k, x in self.texts.items() if k.startswith(begin)]
+    def wait_for(self, key: str) -> str:
+        with self.has_changed:
+            self.has_changed.wait_for(lambda: key in self.texts, 60)
+            return self.texts[key]
 
-    def note(self, index: int, code: int) -> None:
-        note = json.dumps({"code": code, "line": "the disk is full"})
-        self.texts[f"moejax/failure/{index}"] = note
-        self.texts[f"moejax/ended/{index}"] = ""
+    def meet(self, name: str, limit_sec: float) -> None:
+        self.num_met += 1
 
 
 @pytest.fixture
 def codes(monkeypatch):
-    """The exit codes with which process 1 of 2 would have ended."""
+    """The exit codes with which process 1 of 3 would have ended."""
     codes = []
 
     def end(code):
@@ -51,68 +53,60 @@ def codes(monkeypatch):
     monkeypatch.setattr(failures, "exit_now", end)
     monkeypatch.setattr(failures, "_ending", threading.Lock())
     monkeypatch.setattr(failures, "_report", failures._report)
+    monkeypatch.setattr(failures, "MEET_SEC", 0.1)
     return codes
 
 
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
-    monkeypatch.setattr(coordinator, "client", lambda: store)
+    for name in ("put", "wait_for", "meet"):
+        monkeypatch.setattr(coordinator, name, getattr(store, name))
+    monkeypatch.setattr(coordinator, "is_here", lambda: True)
     monkeypatch.setattr(coordinator, "own_index", lambda: 1)
-    monkeypatch.setattr(coordinator, "count", lambda: 2)
-    monkeypatch.setattr(failures, "CONFIRM_SEC", 0.1)
-    monkeypatch.setattr(failures, "_heartbeat_sec", 0.6)
+    monkeypatch.setattr(coordinator, "count", lambda: 3)
     yield store
     store.goes_on.set()
 
 
-def test_a_failure_is_told_and_the_others_confirm(store, codes):
-    store.texts["moejax/ended/0"] = ""
-    with pytest.raises(Ended):
-        failures.end_all(FAILED, "the disk is full")
-    assert codes == [FAILED]
-    note = json.loads(store.texts["moejax/failure/1"])
-    assert note == {"code": FAILED, "line": "the disk is full"}
-    assert "moejax/ended/1" in store.texts
-
-
-def test_a_failure_is_told_without_a_place_to_print(store, codes):
+@pytest.mark.parametrize("can_print", [True, False])
+def test_a_failure_is_told_to_each_process(store, codes, can_print):
     """Standard error may be a file on the disk that is full."""
 
     def refuse(*_):
         raise OSError("No space left on device")
 
-    failures.report_by(refuse)
+    if not can_print:
+        failures.report_by(refuse)
     with pytest.raises(Ended):
-        failures.end_all(FAILED, "the disk is full")
-    assert codes == [FAILED]
-    assert "moejax/failure/1" in store.texts
+        failures.end_all(FAILED, LINE)
+    assert (codes, store.num_met) == ([FAILED], 1)
+    assert sorted(store.texts) == ["failure/0", "failure/2"]
+    note = json.loads(store.texts["failure/2"])
+    assert note == {"from": 1, "code": FAILED, "line": LINE}
 
 
 def test_a_failure_ends_its_process_while_process_0_is_stopped(store, codes):
     """The coordinator takes the note only when process 0 goes on, if ever."""
     store.goes_on.clear()
     with pytest.raises(Ended):
-        failures.end_all(FAILED, "the disk is full")
+        failures.end_all(FAILED, LINE)
     assert codes == [FAILED]
 
 
-def test_an_error_after_the_end_of_another_process_is_its_consequence(
-    store, codes, capfd, monkeypatch
-):
-    """A collective fails where a process of it has ended: no traceback, no code 1."""
-    monkeypatch.setattr("train.launch.program._has_joined", lambda: True)
-    monkeypatch.setattr("train.launch.program._leave", lambda code: code)
-
-    def work():
-        raise RuntimeError("Connection closed by peer")
-
-    store.note(0, FAILED)
-    guarded(work, as_json=False)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_note_ends_the_process_with_its_line_and_code(store, codes, capfd):
+    """Whatever its main thread does, which ends quietly with a consequence of it."""
+    others = set(threading.enumerate())
+    failures.watch()
+    (watcher,) = set(threading.enumerate()) - others
+    store.put("failure/1", json.dumps({"from": 0, "code": FAILED, "line": LINE}))
+    watcher.join(60)
     assert codes == [FAILED]
-    expected = "error: process 0 has ended the run: the disk is full\n"
+    assert store.num_met
+    expected = f"error: process 0 has ended the run: {LINE}\n"
     assert capfd.readouterr().err.startswith(expected)
-    assert "moejax/ended/1" in store.texts
+    assert failures._ending.locked(), "so that end_if_told() waits"
 
 
 def test_a_crash_of_its_own_has_a_traceback(store, codes, capfd, monkeypatch):
@@ -123,14 +117,12 @@ def test_a_crash_of_its_own_has_a_traceback(store, codes, capfd, monkeypatch):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_the_watch_outlives_an_error_of_the_coordinator(store, codes):
-    store.faults = [RuntimeError("UNAVAILABLE")] * 2
-    stop = threading.Event()
-    thread = threading.Thread(target=failures._watch, args=(stop,), daemon=True)
-    thread.start()
-    wait_until(lambda: not store.faults)
-    store.note(0, FAILED)
-    wait_until(lambda: codes)
-    stop.set()
-    thread.join()
-    assert codes == [FAILED]
+def test_the_state_of_jax_is_found_while_import_is_replaced(monkeypatch):
+    """etils replaces it while orbax is imported; the watch runs in another thread."""
+
+    def broken(*_, **__):
+        raise ImportError("in the thread of another import alone")
+
+    assert coordinator.own_index() == 0  # jax's modules are imported
+    monkeypatch.setattr("builtins.__import__", broken)
+    assert (coordinator.own_index(), coordinator.count()) == (0, 1)
