@@ -155,7 +155,7 @@ def _add_check(add: Callable) -> None:
         action="store_true",
         help="compare each kernel and each collective that the run would use with its "
         "definition on the devices, print a table, and train nothing; exit code 3 if "
-        "something is wrong (default: only GPUs are checked, before a new run)",
+        "something is wrong (default: only GPUs are checked, before a run)",
     )
 
 
@@ -332,7 +332,7 @@ def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
 
 def prepare_checked(cfg: Config, is_new: bool):
     """Return the job to train, of a run that has no checkpoint if `is_new`, once GPUs
-    have been checked (train/doctor)."""
+    have been checked (docs/doctor.md)."""
     from train.doctor.doctor import require_right
     from train.job import prepare, ragged_lines
 
@@ -342,7 +342,10 @@ def prepare_checked(cfg: Config, is_new: bool):
     for line in ragged_lines(run) if is_first() else ():
         say_loudly(line)
     if run.mesh.devices.flat[0].platform == "gpu":
-        require_right(run, is_new)
+        start_sec = time.monotonic()
+        num_checks, sec = require_right(run), time.monotonic() - start_sec
+        if is_first():
+            print(f"doctor: {num_checks} checks are right, in {sec:.1f} s", flush=True)
     return job
 
 

@@ -67,13 +67,12 @@ class CollectiveCheck:
 
 
 def collective_checks(run: Resolved) -> list[CollectiveCheck]:
-    """Return a check for each collective that the layers of a run use, beside the
-    transport of rows."""
-    checks = [*_gather_checks(run), *_plain_checks(run)]
+    """Return a check for each collective that the layers of a run use."""
+    checks = [*_row_checks(run), *_gather_checks(run), *_plain_checks(run)]
     return list({check.name: check for check in checks}.values())
 
 
-def transport_checks(run: Resolved) -> list[CollectiveCheck]:
+def _row_checks(run: Resolved) -> list[CollectiveCheck]:
     """Return the check of how rows travel between devices, both ways; none where no
     rows do."""
     mesh_layout, layout = run.mesh_layout, run.layout

@@ -1,7 +1,7 @@
 """Compare the kernels and collectives of a run with their definitions, on its devices.
 
     check           for `train/main.py --check`: the outcomes, for a table
-    require_right   at the start of a run on GPUs: a run ends where something is wrong
+    require_right   at each start of a run on GPUs, which ends where something is wrong
 
 All processes check together and get the same outcomes, those of all devices, through
 the coordinator, and so end alike.
@@ -10,13 +10,12 @@ the coordinator, and so end alike.
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Iterator
 
 import jax
 
 from moejax.resolve.resolved import Resolved
-from train.doctor.collectives import collective_checks, run_collective, transport_checks
+from train.doctor.collectives import collective_checks, run_collective
 from train.doctor.kernels import kernel_checks, run_kernel
 from train.doctor.outcome import Outcome, from_text, merge, to_text
 from train.launch import failures
@@ -25,36 +24,25 @@ from train.launch.program import FAILED, RunFailed
 from train.messages import one_line
 
 
-def require_right(run: Resolved, is_new: bool) -> None:
-    """Check the devices of a run, and raise RunFailed if something is wrong on them.
-
-    Of a run that goes on (not `is_new`), the ragged transport alone is checked.
-    """
-    if not is_new and run.layout.transport != "ragged":
-        return
-    start_sec = time.monotonic()
-    outcomes = check(run, transport_only=not is_new)
+def require_right(run: Resolved) -> int:
+    """Check the devices of a run, and return the number of checks. Raises RunFailed if
+    something is wrong on them."""
+    outcomes = check(run)
     if wrong := [str(outcome) for outcome in outcomes if not outcome.is_right]:
         raise RunFailed(f"WRONG ON THESE DEVICES: {'; '.join(wrong)}")
-    if jax.process_index() == 0:
-        sec = time.monotonic() - start_sec
-        print(f"doctor: {len(outcomes)} checks are right, in {sec:.1f} s", flush=True)
+    return len(outcomes)
 
 
-def check(run: Resolved, *, transport_only: bool = False) -> list[Outcome]:
+def check(run: Resolved) -> list[Outcome]:
     """Check the devices of a run, and return what all processes have found.
 
     A check that takes longer than Processes.watchdog_sec ends all processes, with its
     name. What raises an error is wrong.
     """
     mesh, devices = run.mesh_layout.mesh, list(run.mesh.local_devices)
-    kernels = [] if transport_only else kernel_checks(run)
-    collectives = transport_checks(run)
-    if not transport_only:
-        collectives += collective_checks(run)
-    work = [(each, functools.partial(run_kernel, each, devices)) for each in kernels]
+    work = [(x, functools.partial(run_kernel, x, devices)) for x in kernel_checks(run)]
     work += [
-        (each, functools.partial(run_collective, each, mesh)) for each in collectives
+        (x, functools.partial(run_collective, x, mesh)) for x in collective_checks(run)
     ]
     outcomes, limit_sec = [], run.cfg.processes.watchdog_sec
     for each, compare in work:

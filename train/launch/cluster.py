@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 def visible_gpus(environ: Mapping[str, str]) -> str:
     """Return the positions of this process's GPUs among those that it sees, such as
-    '2,3', or 'all'.
+    '2,3', or 'all'. JAX_LOCAL_DEVICE_IDS has them where a user sets it.
 
     The processes of a host share the GPUs in CUDA_VISIBLE_DEVICES equally; where that
     is not set, each takes one. A process takes all that it sees if it is alone on its
@@ -64,6 +64,8 @@ def visible_gpus(environ: Mapping[str, str]) -> str:
     ValueError where the shares are not equal.
     """
     env = _given(environ)
+    if own := env.get("JAX_LOCAL_DEVICE_IDS"):
+        return own
     if LOCAL_NUM_PROCESSES in env or LOCAL_PROCESS_ID in env:
         names = (LOCAL_NUM_PROCESSES, LOCAL_PROCESS_ID)
         count, index = _count_and_index(env, names, *names)

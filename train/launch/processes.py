@@ -68,9 +68,10 @@ def join(cfg: Config) -> None:
     except (ValueError, RuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "mTLS" not in str(error):
             raise  # a taken port, or the like: another start may help
+        why = one_line(error).rstrip(".")
         raise ValueError(
-            f"this process cannot join its run: {one_line(error)}: correct that, or "
-            f"set {cluster.COORDINATOR}, {cluster.NUM_PROCESSES} and "
+            f"this process cannot join its run: {why}: correct that, or set "
+            f"{cluster.COORDINATOR}, {cluster.NUM_PROCESSES} and "
             f"{cluster.PROCESS_ID}; {cluster.NUM_PROCESSES}=1 is a run of one process"
         ) from error
     jax.config.update("jax_cuda_visible_devices", gpus)  # jax would take one at most
@@ -101,20 +102,20 @@ def from_first_process(make: Callable[[], Any]) -> Any:
     """
     if not are_several():
         return make()
-    key = f"result/{next(_num_results)}"
-    if is_first():
+
+    def reply() -> str:
         try:
-            reply = {"value": make()}
+            return json.dumps({"value": make()})
         except (ValueError, OSError) as fault:
             kind = "OSError" if isinstance(fault, OSError) else "ValueError"
-            reply = {"fault": str(fault), "kind": kind}
-        coordinator.put(key, json.dumps(reply))
-    reply = json.loads(coordinator.wait_for(key))
-    if "fault" in reply:
-        raise {"OSError": OSError, "ValueError": ValueError}[reply["kind"]](
-            reply["fault"]
-        )
-    return reply["value"]
+            return json.dumps({"fault": str(fault), "kind": kind})
+
+    result = json.loads(published(f"result/{next(_num_results)}", reply))
+    if "value" in result:
+        return result["value"]
+    raise {"OSError": OSError, "ValueError": ValueError}[result["kind"]](
+        result["fault"]
+    )
 
 
 def any_process(claim: bool) -> bool:

@@ -15,11 +15,7 @@ from tests.support.planted import swap_ends
 from tests.support.run_main import TOY, corpus
 from train.config import gin_reader
 from train.doctor import collectives
-from train.doctor.collectives import (
-    collective_checks,
-    run_collective,
-    transport_checks,
-)
+from train.doctor.collectives import collective_checks, run_collective
 
 MESHES = {
     "tensor": ("Mesh.data = 1", "Mesh.tensor = 2", "Model.num_kv_heads = 2"),
@@ -47,7 +43,7 @@ def make_run(*params: str):
 )
 def test_what_is_right_passes(name):
     run = make_run(*MESHES[name])
-    checks = [*transport_checks(run), *collective_checks(run)]
+    checks = collective_checks(run)
     outcomes = [run_collective(check, run.mesh_layout.mesh) for check in checks]
     assert [x for x in outcomes if not x.is_right or x.devices] == []
     assert len({x.name for x in outcomes}) == len(checks) > 6
@@ -61,7 +57,7 @@ def test_rows_in_the_wrong_order_are_found(monkeypatch, name):
         "Mesh.data = 1", "Mesh.dc = 2", "Dispatch.group = 'dc_expert'", option
     )
     monkeypatch.setitem(TRANSPORTS, name, swap_ends(TRANSPORTS[name]))
-    (check,) = transport_checks(run)
+    check, *_ = collective_checks(run)
     found = run_collective(check, run.mesh_layout.mesh)
     assert not found.is_right
     assert len(found.devices) == 8
@@ -104,4 +100,4 @@ def test_a_run_on_one_device_has_no_collectives():
         ["Mesh.data = 1", "Mesh.expert = 1", "Train.num_simulated_devices = None"],
     )
     run = resolve(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
-    assert transport_checks(run) == collective_checks(run) == []
+    assert collective_checks(run) == []

@@ -102,6 +102,7 @@ def test_bad_variables_are_refused_in_one_line(change, words):
         ({}, "all"),
         (OURS, "all"),
         (OURS_LOCAL, "1"),
+        (OURS_LOCAL | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1"),
         (MPI, "1"),
         (SLURM, "1"),
         (SLURM | {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "all"),  # alone on a node
