@@ -19,12 +19,12 @@ from moejax.perf.target import Target
 from moejax.perf.target import load as load_target
 from moejax.perf.target import names as target_names
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.resolve.arms import find_arms, link_time
 from moejax.resolve.fitting import find_changes
 from moejax.resolve.gather import SAFE
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import NODE_DEVICES, RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
+from moejax.resolve.strategies import find_strategies, link_time
 from train.launch.program import usable_bytes
 from train.replicas import Coverage, coverage
 from train.step.compiled import make_model
@@ -99,7 +99,7 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     _print_covered(covered)
     if target is not None:
         record["fit"] = _say_fit(cfg, Fit(target, sum(memory.values()), usable))
-        record["arms"] = _show_arms(run, target)
+        record["strategies"] = _show_strategies(run, target)
     return record
 
 
@@ -211,23 +211,23 @@ def _say_fit(cfg: Config, fit: Fit) -> dict:
     return record
 
 
-def _show_arms(run: Resolved, target: Target) -> list[dict]:
+def _show_strategies(run: Resolved, target: Target) -> list[dict]:
     """Print the ways to compute the experts on these devices, with the seconds of their
     links at the target's stated rates and their memory; return them as records."""
     usable, rows = usable_bytes(target.memory_bytes), []
-    for arm in find_arms(run):
+    for strategy in find_strategies(run):
         try:
-            there = _resolve(arm.cfg, target)
+            there = _resolve(strategy.cfg, target)
         except (ValueError, NotImplementedError) as fault:
-            print(f"{arm.name}: {fault}")
+            print(f"{strategy.name}: {fault}")
             continue
-        calibration = stated_calibration(target, arm.cfg.mesh, NODE_DEVICES)
+        calibration = stated_calibration(target, strategy.cfg.mesh, NODE_DEVICES)
         time, total_bytes = link_time(there, calibration), sum(_memory(there).values())
         is_same = (there.layout, there.cfg.mesh) == (run.layout, run.cfg.mesh)
         row = {
-            "name": arm.name,
-            "mesh": dataclasses.asdict(arm.cfg.mesh),
-            "gin_params": list(arm.params),
+            "name": strategy.name,
+            "mesh": dataclasses.asdict(strategy.cfg.mesh),
+            "gin_params": list(strategy.params),
             "rows_sec": time.rows_sec,
             "weights_sec": time.weights_sec,
             "sec": time.sec,
@@ -242,7 +242,7 @@ def _show_arms(run: Resolved, target: Target) -> list[dict]:
         best = min(roomy, key=lambda row: row["sec"], default=None)
         if best is not None:
             best["is_fastest"] = True
-        _print_arms(rows, best, target)
+        _print_strategies(rows, best, target)
     return rows
 
 
@@ -256,8 +256,8 @@ def _room(total_bytes: int, usable: int) -> str:
     return "near the limit" if total_bytes <= usable else "does not fit"
 
 
-def _print_arms(rows: list[dict], best: dict | None, target: Target) -> None:
-    """Print the table of arms, and one sentence about the fastest that fits."""
+def _print_strategies(rows: list[dict], best: dict | None, target: Target) -> None:
+    """Print the table of strategies, and one sentence about the fastest that fits."""
     rates = target.rates
     print(
         f"experts on nodes of {NODE_DEVICES} x {target.name}: seconds of links in a "
@@ -286,7 +286,7 @@ def _print_arms(rows: list[dict], best: dict | None, target: Target) -> None:
 
 
 def _why(rows: list[dict], best: dict) -> str:
-    """Return the sentence that says why an arm is the fastest that fits."""
+    """Return the sentence that says why a strategy is the fastest that fits."""
     part = "rows" if best["rows_sec"] > best["weights_sec"] else "weights"
     words = f"{best['name']}: its links work {best['sec']:.2f} s, mostly for {part}"
     roomy = [row for row in rows if row["room"] == ROOMY and row is not best]

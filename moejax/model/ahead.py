@@ -33,12 +33,12 @@ def scan(
 ) -> tuple[Any, Any]:
     """Return the last carry, and the outputs of all layers, stacked.
 
-    run(carry, weights, (layer, arrival)) -> carry, output computes one layer; `layers`
-    has the values of all layers, stacked. fetch(source) -> weights, arrival makes the
-    weights of one layer, from its part of `sources`, which are stacked too. They are
-    linear in every float of the source, up to a cast. `arrival`, integers or None, goes
-    to the layer before. If `is_kept`, the backward pass uses the weights that the
-    forward pass fetched, which all stay in memory.
+    run(carry, weights, (layer, dependency)) -> carry, output computes one layer;
+    `layers` has the values of all layers, stacked. fetch(source) -> weights, dependency
+    makes the weights of one layer, from its part of `sources`, which are stacked too.
+    They are linear in every float of the source, up to a cast. `dependency`, integers
+    or None, goes to the layer before. If `is_kept`, the backward pass uses the weights
+    that the forward pass fetched, which all stay in memory.
     """
     num_layers = len(jax.tree.leaves(sources)[0])
     first, _ = fetch(_layer(sources, 0))
@@ -48,8 +48,8 @@ def scan(
         def keep(carry, layer):
             carry, weights = carry
             index, layer = layer
-            following, arrival = fetch(_layer(sources, (index + 1) % num_layers))
-            carry, output = run(carry, weights, (layer, arrival))
+            following, dependency = fetch(_layer(sources, (index + 1) % num_layers))
+            carry, output = run(carry, weights, (layer, dependency))
             return (carry, following), output
 
         (carry, _), outputs = jax.lax.scan(keep, (carry, first), (index_l, layers))
@@ -62,9 +62,9 @@ def scan(
         carry, weights, unread = carry
         index, layer = layer
         # The next layer's weights do not depend on the carry: they travel meanwhile.
-        following, arrival = fetch(_layer(sources, (index + 1) % num_layers))
+        following, dependency = fetch(_layer(sources, (index + 1) % num_layers))
         before = (index - 1) % num_layers
-        args = carry, weights, unread, (layer, arrival), constant, before
+        args = carry, weights, unread, (layer, dependency), constant, before
         (carry, output), unread = run(*args)
         return (carry, following, unread), output
 

@@ -31,7 +31,7 @@ from jaxtyping import Array
 
 from moejax import axes
 from moejax.moe.mesh_roles import MeshLayout
-from moejax.moe.weights.gather import MIN_SHARDED_SIZE, Rest, gather, resting_dim
+from moejax.moe.weights.gather import MIN_SHARDED_SIZE, Fsdp, gather, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.layout import Store
 
@@ -115,7 +115,7 @@ def on_rows(
     """
     values = tuple(param[...] for param in params)
     along = () if is_gathered(params[0]) else _several(mesh, axes.FSDP_AXES)
-    rest = Rest(along, parts[0].dtype, reduce_dtype)
+    fsdp = Fsdp(along, parts[0].dtype, reduce_dtype)
     splits = [
         _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
         for param, value in zip(params, values)
@@ -130,7 +130,7 @@ def on_rows(
 
     def on_device(parts, *values):
         with jax.named_scope("gathered"):
-            weights = gather(values, dims, parts[0], rest)
+            weights = gather(values, dims, parts[0], fsdp)
         return tuple(body(x, *weights) for x in parts)
 
     return jax.shard_map(

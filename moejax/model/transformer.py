@@ -80,7 +80,7 @@ class SlotSource(NamedTuple):
     """Slots of all layers, made before the first layer runs."""
     fetch: Callable[..., tuple[Slots, Array | None]] | None = None
     """Function from one layer's part of `fetched_from` to its slots, and what tells
-    that their copies have arrived (moejax.moe.weights.arrival)."""
+    that their copies have arrived (moejax.moe.weights.dependency)."""
     fetched_from: Any = None
     """Arrays from which slots are made, stacked over layers."""
     tracked_lsx: Array | None = None
@@ -207,12 +207,12 @@ class Transformer(nnx.Module):
             return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
 
         def fetch(source) -> tuple[Slots, Array | None]:
-            made, arrival = source, None
+            made, dependency = source, None
             if slots is None:
                 params, placement, tracked_sx = source
                 of_layer = params, placement, *how, tracked_sx, attention_flops
-                made, arrival = make_slots(*of_layer)
-            return make_whole(made, mesh_layout, reduce_dtype), arrival
+                made, dependency = make_slots(*of_layer)
+            return make_whole(made, mesh_layout, reduce_dtype), dependency
 
         fetched_from = (params, placement, tracked_lsx) if slots is None else slots
         return SlotSource(placement, layout, None, fetch, fetched_from)
@@ -231,7 +231,7 @@ class Transformer(nnx.Module):
         the last layer."""
         carry = self._enter(x_btd, contexts, cache_view, cut)
 
-        def make_run_moe(per_layer, slots, arrival):
+        def make_run_moe(per_layer, slots, dependency):
             """Return the call of one MoE layer (blocks.RunMoe), which waits for copies
             of experts for another layer to arrive."""
             placement, chance_e, key, tracked_sx = per_layer
@@ -261,7 +261,7 @@ class Transformer(nnx.Module):
                     (None,) * len(parts) if v is None else cut(v) for v in given
                 )
                 inputs = tuple(map(LayerInputs, parts, *cut_given))
-                return layer.of_parts(inputs, *args, slots=ready, arrival=arrival)
+                return layer.of_parts(inputs, *args, slots=ready, dependency=dependency)
 
             is_dense = step_inputs is not None and step_inputs.is_dense
             return run_dense if is_dense else run_moe
@@ -347,12 +347,12 @@ def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Netwo
     def run(carry, slots, layer):
         parts, cache_view = carry
         parts = checkpoint_name(parts, INPUTS)
-        (params, per_layer), arrivals = layer
+        (params, per_layer), dependencies = layer
         block = nnx.merge(graph, params)
         run_moe = None
         if routing is not None:
-            arrivals = arrivals or [None] * num_moe
-            given = unstack(per_layer, num_moe), slots, arrivals
+            dependencies = dependencies or [None] * num_moe
+            given = unstack(per_layer, num_moe), slots, dependencies
             run_moe = list(map(make_run_moe, *given))
         parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
         return (parts, cache_view), sums

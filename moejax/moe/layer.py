@@ -34,8 +34,8 @@ from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
-from moejax.moe.weights.arrival import arrival_spec, wait_for
-from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.dependency import dependency_spec, wait_for
+from moejax.moe.weights.gather import Fsdp, gather
 from moejax.moe.weights.slots import Slots, make_slots, own_experts, whole
 from moejax.plan.layout import Layout
 
@@ -174,7 +174,7 @@ def moe_layer_of_parts(
     *,
     slots: Slots | None = None,
     experts: Experts | None = None,
-    arrival: Int[Array, " w"] | None = None,
+    dependency: Int[Array, " w"] | None = None,
 ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
     """Return the output of an MoE layer for each part of a batch, and the sums of all.
 
@@ -183,7 +183,7 @@ def moe_layer_of_parts(
     chooses its own copies, which travel for it alone.) With Moe.halves a single part is
     cut into two halves of each device's tokens, once they are routed; of two parts each
     is a half. Rows leave when the copies of another layer's experts have arrived, if
-    `arrival` tells of them. The other arguments are those of `moe_layer`.
+    `dependency` tells of them. The other arguments are those of `moe_layer`.
     """
     setup.check_biases(params)
     for part in parts:
@@ -215,11 +215,11 @@ def moe_layer_of_parts(
             P(),
             P(),
             slots.specs(mesh_layout),
-            arrival_spec(mesh_layout),
+            dependency_spec(mesh_layout),
         ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    y_parts, sums = body(parts, *router, placement, slots.read(), arrival)
+    y_parts, sums = body(parts, *router, placement, slots.read(), dependency)
     return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
@@ -252,8 +252,8 @@ class Static:
     top_k: int
     router: Router
     mesh_layout: MeshLayout
-    router_rest: Rest
-    """How the router's matrix rests (LayerSetup.router_rest)."""
+    router_fsdp: Fsdp
+    """How the router's matrix rests (LayerSetup.router_fsdp)."""
     router_dim: int | None
     """Dim along which it is split, or None."""
     gradient_reduce_dtype: str
@@ -266,13 +266,13 @@ class Static:
     def of(cls, setup: LayerSetup, experts: Experts | None = None) -> "Static":
         """Return the static arguments of a layer."""
         return cls(
-            setup.moe.top_k, setup.router, setup.mesh_layout, setup.router_rest,
+            setup.moe.top_k, setup.router, setup.mesh_layout, setup.router_fsdp,
             setup.router_dim, setup.gradient_reduce_dtype, experts,
         )  # fmt: skip
 
     def whole_router(self, part: Array, x_nd: Array) -> Float[Array, "d e"]:
         """Return the whole matrix of the router, from this device's part of it."""
-        (router_de,) = gather((part,), (self.router_dim,), x_nd, self.router_rest)
+        (router_de,) = gather((part,), (self.router_dim,), x_nd, self.router_fsdp)
         return router_de
 
 
@@ -288,7 +288,15 @@ class _Stream(NamedTuple):
 
 
 def _body(
-    parts, router_de, biases, placement, weights, arrival, *, are_whole, static: Static
+    parts,
+    router_de,
+    biases,
+    placement,
+    weights,
+    dependency,
+    *,
+    are_whole,
+    static: Static,
 ):
     """Compute the layer for parts of the sequences of one device. Devices along the
     tensor axis have the same sequences. `weights` are those of its slots."""
@@ -301,7 +309,7 @@ def _body(
     y_parts, sums = [], []
     for part, entered in zip(parts, given):
         routes, score_ne, logit_ne = route(entered)
-        routes = routes.replace(expert_nk=wait_for(arrival, routes.expert_nk))
+        routes = routes.replace(expert_nk=wait_for(dependency, routes.expert_nk))
         streams = _streams(_Stream(entered.x_btd, routes), len(parts), exchanged)
         y_nd, sents = zip(
             *(_travel(stream, weights, placement, static) for stream in streams)

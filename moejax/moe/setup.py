@@ -15,7 +15,7 @@ from moejax.axes import OWN_NAMES, MeshAxes, axis_size, everywhere, put
 from moejax.config import Model, Moe, Router
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.moe.types import Placement
-from moejax.moe.weights.gather import Rest, resting_dim
+from moejax.moe.weights.gather import Fsdp, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -63,10 +63,10 @@ class LayerSetup:
         return NamedSharding(self.mesh_layout.mesh, spec)
 
     @property
-    def router_rest(self) -> Rest:
+    def router_fsdp(self) -> Fsdp:
         """How the router's matrix rests. It is used in float32, in which its gradient
         travels too."""
-        return Rest(self.mesh_layout.fsdp_axes, None, "float32")
+        return Fsdp(self.mesh_layout.fsdp_axes, None, "float32")
 
     @property
     def router_dim(self) -> int | None:
@@ -79,7 +79,7 @@ class LayerSetup:
     @property
     def router_spec(self) -> P:
         """PartitionSpec of the router's matrix."""
-        return self.router_rest.spec(self.router_dim)
+        return self.router_fsdp.spec(self.router_dim)
 
     def home_plan(self, num_layers: int = 1) -> ExpertPlan:
         """Return the plan with every expert at its owner and nowhere else."""

@@ -11,7 +11,7 @@ import pytest
 
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.model import ahead
-from moejax.moe.weights import arrival
+from moejax.moe.weights import dependency
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.plain_model import network
@@ -26,8 +26,8 @@ def toy(num_layers: int, is_ahead: bool, remat: bool):
     twice a parameter."""
 
     def run(x_d, w_dd, layer):
-        scale_d, arrival = layer
-        assert arrival is None
+        scale_d, dependency = layer
+        assert dependency is None
         x_d = jnp.tanh(x_d @ w_dd) * scale_d
         return x_d, x_d.sum()
 
@@ -194,11 +194,11 @@ def gradient(name: str, prefetch: bool):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flop_per_byte", [0, arrival.FLOP_PER_BYTE])
+@pytest.mark.parametrize("flop_per_byte", [0, dependency.FLOP_PER_BYTE])
 def test_rows_that_wait_for_copies_are_the_same_bits(flop_per_byte, monkeypatch):
     """Without a price per byte copies fit under attention, and rows wait for them; in
     so small a model they do not, and rows wait for the offers."""
-    monkeypatch.setattr(arrival, "FLOP_PER_BYTE", flop_per_byte)
+    monkeypatch.setattr(dependency, "FLOP_PER_BYTE", flop_per_byte)
     actual, expected = (gradient("awaited", prefetch) for prefetch in (True, False))
     pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

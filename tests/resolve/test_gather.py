@@ -10,8 +10,8 @@ from moejax.config import Balance, Config, Router
 from moejax.perf.stated import stated_calibration
 from moejax.perf.target import load, of_device
 from moejax.plan.layout import Topology
-from moejax.resolve.arms import find_arms, link_time
 from moejax.resolve.resolved import Resolved, resolve
+from moejax.resolve.strategies import find_strategies, link_time
 from train.config import gin_reader
 
 GIB = 2**30
@@ -95,17 +95,19 @@ def test_a_named_way_stays(qwen):
 def test_arms_of_two_nodes(qwen):
     """A step of Qwen3 compiled for two nodes has row exchanges of 1160 ms, and gathers
     and scatters of experts over data of 1933 ms, or 161 ms once a step."""
-    arms = {arm.name: arm for arm in find_arms(on_h100(qwen))}
+    strategies = {
+        strategy.name: strategy for strategy in find_strategies(on_h100(qwen))
+    }
     msec = {}
-    for name, arm in arms.items():
-        calibration = stated_calibration(H100, arm.cfg.mesh, 8)
-        time = link_time(on_h100(arm.cfg), calibration)
+    for name, strategy in strategies.items():
+        calibration = stated_calibration(H100, strategy.cfg.mesh, 8)
+        time = link_time(on_h100(strategy.cfg), calibration)
         msec[name] = round(1e3 * time.rows_sec), round(1e3 * time.weights_sec)
     expert, fsdp = "expert parallelism", "no expert parallelism (FSDP)"
     assert msec[f"{expert}, gathered in each layer"] == (1160, 1933)
     assert msec[f"{expert}, gathered once a step"] == (1160, 161)
     assert msec[f"{fsdp}, gathered once a step"][0] == 0
-    assert arms[f"{fsdp}, gathered once a step"].params == (
+    assert strategies[f"{fsdp}, gathered once a step"].params == (
         "Mesh.data = 16",
         "Mesh.expert = 1",
         "Dispatch.gather = 'step'",

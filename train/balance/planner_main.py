@@ -23,7 +23,7 @@ from moejax.balance import planning
 from moejax.balance.planning import Event, Observed, Planner, Reply, Snapshot
 
 
-class Desk:
+class Server:
     """The planner with the events that it has yet to take, and the replies that the
     loop has yet to collect."""
 
@@ -109,26 +109,26 @@ def main(descriptors: list[str]) -> NoReturn:
     replies = Connection(to_loop, readable=False)
     try:
         task, snapshot = messages.recv()
-        desk = Desk(task, snapshot, replies)
-        threading.Thread(target=desk.work, daemon=True).start()
+        server = Server(task, snapshot, replies)
+        threading.Thread(target=server.work, daemon=True).start()
         while True:
-            _receive(desk, messages)
+            _receive(server, messages)
     except (EOFError, OSError):
         os._exit(0)  # without a wait for the plan in the making
 
 
-def _receive(desk: Desk, messages: Connection) -> None:
+def _receive(server: Server, messages: Connection) -> None:
     """Receive a message of the loop, and do what it asks for."""
     match messages.recv():
         case ("observed", step, shape, fullest_pair_l):
             tokens_lwe = np.frombuffer(messages.recv_bytes(), np.int32)
-            desk.put(Observed(step, tokens_lwe.reshape(shape), fullest_pair_l))
+            server.put(Observed(step, tokens_lwe.reshape(shape), fullest_pair_l))
         case ("event", event):
-            desk.put(event)
+            server.put(event)
         case ("collected", step):
-            desk.collected(step)
+            server.collected(step)
         case ("snapshot",):
-            desk.send(("snapshot", desk.snapshot()))
+            server.send(("snapshot", server.snapshot()))
 
 
 if __name__ == "__main__":

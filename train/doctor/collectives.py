@@ -27,7 +27,7 @@ from moejax.axes import AXES, DC, EXPERT, TENSOR, axis_size
 from moejax.moe.exchange.schedules import find_schedule
 from moejax.moe.exchange.transport import TRANSPORTS
 from moejax.moe.mesh_roles import Axes
-from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.gather import Fsdp, gather
 from moejax.resolve.resolved import Resolved
 from train.doctor.outcome import Outcome
 from train.step.gpu_options import compiler_options
@@ -104,7 +104,7 @@ def _gather_checks(run: Resolved) -> list[CollectiveCheck]:
         travel = jnp.promote_types(dtype, reduce).name
         option = "Model.gradient_reduce_dtype = 'float32'"
         name = f"gather in {dtype}, gradients in {travel}{_along(along)}"
-        step = functools.partial(_gather, Rest(along, None, reduce), jnp.dtype(dtype))
+        step = functools.partial(_gather, Fsdp(along, None, reduce), jnp.dtype(dtype))
         option = option if travel != "float32" else ""
         checks.append(CollectiveCheck(name, option, along, step))
     return checks
@@ -209,13 +209,13 @@ def _travel(name: str, along: Axes, shape, dtype, place: Place):
     ]
 
 
-def _gather(rest: Rest, dtype, place: Place):
+def _gather(fsdp: Fsdp, dtype, place: Place):
     """Gather a weight from its parts, and sum its gradients where it rests."""
     me, peers_w = place
     base, shape = _base(dtype, len(peers_w)), (ROWS, COLUMNS)
 
     def whole(part):
-        return gather((part,), (0,), me, rest)[0]
+        return gather((part,), (0,), me, fsdp)[0]
 
     gathered, back = jax.vjp(whole, _code(me, 0, shape, base).astype(dtype))
     gradient = _code(me, peers_w, shape, base).reshape(gathered.shape)

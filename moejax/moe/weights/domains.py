@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from moejax.moe.mesh_roles import Axes, MeshLayout, index_along, spec
 from moejax.moe.weights import compression
 from moejax.moe.weights.compression import ExpertWeights
-from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.gather import Fsdp, gather
 from moejax.moe.weights.over_layers import over_layers
 
 VALUE_DTYPE, VALUE_BYTES = "float8_e5m2", 1
@@ -67,8 +67,8 @@ def gather_in_domain(
     def gather_leaf(leaf: Array) -> Array:
         leaf = leaf.reshape(*(1,) * num_axes, *leaf.shape)
         for dim, axis in enumerate(mesh_layout.domain_axes):
-            rest = Rest((axis,), None, gradient_reduce_dtype)
-            (leaf,) = gather((leaf,), (dim,), leaf, rest)
+            fsdp = Fsdp((axis,), None, gradient_reduce_dtype)
+            (leaf,) = gather((leaf,), (dim,), leaf, fsdp)
         return leaf.reshape(-1, *leaf.shape[num_axes + 1 :])
 
     return jax.tree.map(gather_leaf, slots)

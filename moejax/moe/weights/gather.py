@@ -48,8 +48,9 @@ def resting_dim(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rest:
-    """How weights rest, how they are gathered, and how their gradients travel."""
+class Fsdp:
+    """Fully sharded data parallelism of weights: how they rest in parts, how they are
+    gathered, and how their gradients travel."""
 
     along: Axes
     """Mesh axes over which they are split, the outermost first. Empty: all are
@@ -67,9 +68,9 @@ class Rest:
 
 
 def gather(
-    parts: tuple[Array, ...], dims: tuple[int | None, ...], x: Array, rest: Rest
+    parts: tuple[Array, ...], dims: tuple[int | None, ...], x: Array, fsdp: Fsdp
 ) -> tuple[Array, ...]:
-    """Return whole weights in `rest.dtype`, from this device's parts of them.
+    """Return whole weights in `fsdp.dtype`, from this device's parts of them.
 
     For use inside shard_map, where `x` is what the weights multiply. Each weight is
     split along its dim of `dims`, or whole (None). All have one dtype, and one
@@ -80,17 +81,17 @@ def gather(
     """
     # Before the gather, so that the all-reduce is of parts.
     *parts, _ = varying_alike(*parts, x)
-    dims = dims if rest.along else (None,) * len(parts)
-    return _gather(tuple(parts), dims, rest, parts[0].dtype)
+    dims = dims if fsdp.along else (None,) * len(parts)
+    return _gather(tuple(parts), dims, fsdp, parts[0].dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(parts, dims, rest: Rest, part_dtype):
+def _gather(parts, dims, fsdp: Fsdp, part_dtype):
     """Cast and gather; `part_dtype` is what the backward pass returns."""
-    parts = [part.astype(rest.dtype or part_dtype) for part in parts]
+    parts = [part.astype(fsdp.dtype or part_dtype) for part in parts]
 
     def send(flat_x):
-        return jax.lax.all_gather(flat_x, rest.along)
+        return jax.lax.all_gather(flat_x, fsdp.along)
 
     def unpack(part_wx, part, dim):
         by_device = jnp.moveaxis(part_wx.reshape(-1, *part.shape), 0, dim)
@@ -104,13 +105,13 @@ def _gather(parts, dims, rest: Rest, part_dtype):
     )
 
 
-def _gather_forward(parts, dims, rest, part_dtype):
-    return _gather(parts, dims, rest, part_dtype), None
+def _gather_forward(parts, dims, fsdp, part_dtype):
+    return _gather(parts, dims, fsdp, part_dtype), None
 
 
-def _gather_backward(dims, rest, part_dtype, _, grads):
+def _gather_backward(dims, fsdp, part_dtype, _, grads):
     def by_device(grad, dim):
-        w = jax.lax.axis_size(rest.along)
+        w = jax.lax.axis_size(fsdp.along)
         split = (*grad.shape[:dim], w, -1, *grad.shape[dim + 1 :])
         return jnp.moveaxis(grad.reshape(split), dim, 0)
 
@@ -119,7 +120,7 @@ def _gather_backward(dims, rest, part_dtype, _, grads):
         None if dim is None else grad.reshape(len(grad), -1)
         for grad, dim in zip(grads, dims)
     ]
-    send = partial(sum_own, along=rest.along, dtype=rest.reduce_dtype)
+    send = partial(sum_own, along=fsdp.along, dtype=fsdp.reduce_dtype)
     sums = _together(send, flat)
     own = [
         grad if dim is None else flat_x.reshape(grad.shape[1:])

@@ -35,15 +35,15 @@ from jaxtyping import Array, Float, Int
 from moejax.moe.exchange.schedules import find_schedule
 from moejax.moe.mesh_roles import Axes, MeshLayout, spec
 from moejax.moe.types import Placement
-from moejax.moe.weights.arrival import (
-    arrival_spec,
+from moejax.moe.weights.compression import ExpertWeights
+from moejax.moe.weights.dependency import (
+    dependency_spec,
     fits_in_attention,
     is_awaited,
     zero_of,
 )
-from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
-from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.gather import Fsdp, gather
 from moejax.moe.weights.over_layers import over_layers
 from moejax.moe.weights.stores import (
     EXPERT_BIASES,
@@ -146,39 +146,39 @@ def make_slots(
     between them in `gradient_reduce_dtype` (Model.gradient_reduce_dtype). If
     `tracked_sx` is given, other members' slots are the estimates in it.
 
-    If `attention_flops` is given, and copies are awaited (`arrival.is_awaited`), the
+    If `attention_flops` is given, and copies are awaited (`dependency.is_awaited`), the
     second result is a zero of each device for which the rows of the layer before can
     wait. It is known when what travels under the attention of that layer has arrived:
     the copies, or the offers alone if both take longer than `attention_flops`.
     """
     store, own = mesh_layout.layout.store, own_experts(params, dtype).weights
-    is_arrival_told = attention_flops is not None and is_awaited(mesh_layout)
+    has_dependency = attention_flops is not None and is_awaited(mesh_layout)
 
     def body(own, placement, tracked_sx):
         slots, offers_px = STORES[store](own, placement, mesh_layout)
-        arrival = None
-        if is_arrival_told:
+        dependency = None
+        if has_dependency:
             parts = list(own.values())
             is_short = fits_in_attention(parts, mesh_layout, attention_flops)
-            arrival = zero_of(slots["down"] if is_short else offers_px)
+            dependency = zero_of(slots["down"] if is_short else offers_px)
         if mesh_layout.layout.gather == "step":
             slots = _gather_width(slots, mesh_layout, gradient_reduce_dtype)
         else:
             of_domain = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
             slots = gather_in_domain(*of_domain)
-        return slots, arrival
+        return slots, dependency
 
     tracked_spec = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
-    slots, arrival = jax.shard_map(
+    slots, dependency = jax.shard_map(
         jax.named_scope("slots")(body),
         mesh=mesh_layout.mesh,
         in_specs=(_param_specs(own, mesh_layout), P(), tracked_spec),
         out_specs=(
             _slot_specs(own, mesh_layout),
-            arrival_spec(mesh_layout) if is_arrival_told else None,
+            dependency_spec(mesh_layout) if has_dependency else None,
         ),
     )(own, placement, tracked_sx)
-    return Slots(slots), arrival
+    return Slots(slots), dependency
 
 
 @jax.named_scope("slots")
@@ -233,17 +233,17 @@ def whole(
     collective, which starts as a whole: more of it hides where it travels ahead.
     """
     along = mesh_layout.master_axes if mesh_layout.layout.gather == "layer" else ()
-    rest = Rest(along, None, gradient_reduce_dtype)
+    fsdp = Fsdp(along, None, gradient_reduce_dtype)
     into, down = (weights["into"], 3), (weights["down"], 1)
     gathered = []
     for group in [(into, down)] if is_joined else [(into,), (down,)]:
-        gathered += gather(*zip(*group), x_nd, rest)
+        gathered += gather(*zip(*group), x_nd, fsdp)
     into_sd2f, down_sfd = gathered
     s, d = into_sd2f.shape[:2]
     made = {"into_sdh": into_sd2f.reshape(s, d, -1), "down_sfd": down_sfd}
     if "down_bias" in weights:
         parts = (weights["into_bias"], weights["down_bias"])
-        into_s2f, down_bias_sw = gather(parts, (2, 1), x_nd, rest)
+        into_s2f, down_bias_sw = gather(parts, (2, 1), x_nd, fsdp)
         made["into_bias_sh"] = into_s2f.reshape(s, -1)
         made["down_bias_sw"] = down_bias_sw
     return made
@@ -271,10 +271,10 @@ def _gather_width(
     The transpose sums the gradients of all devices that compute the same experts, and
     scatters them to where the width rests.
     """
-    rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
+    fsdp = Fsdp(mesh_layout.master_axes, None, gradient_reduce_dtype)
     tokens = jax.lax.pcast(jnp.zeros(()), mesh_layout.batch_axes, to="varying")
     dims = {n: width_dim(SLOT_DIMS[n]) for n in slots}
-    return {n: gather((slots[n],), (dims[n],), tokens, rest)[0] for n in slots}
+    return {n: gather((slots[n],), (dims[n],), tokens, fsdp)[0] for n in slots}
 
 
 def _param_specs(own: ExpertWeights, mesh_layout: MeshLayout) -> dict[str, P]:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax import axes
-from moejax.moe.weights.gather import MIN_SHARDED_SIZE, Rest, gather, resting_dim
+from moejax.moe.weights.gather import MIN_SHARDED_SIZE, Fsdp, gather, resting_dim
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.primitives import equations
@@ -31,16 +31,16 @@ def pull_back(
     """Return a function (weight, grad_w) -> weight as each device has it [w, ..], and
     the gradient of the weight, where device i has the gradient grad_w[i] of its whole
     weight."""
-    mesh, rest = axes.make_mesh(topology), Rest(ALONG, dtype, reduce_dtype)
+    mesh, fsdp = axes.make_mesh(topology), Fsdp(ALONG, dtype, reduce_dtype)
     batch = P(tuple(axis for axis in axes.BATCH_AXES if mesh.shape[axis] > 1))
 
     def on_device(part, grad_1):
         (whole,), pull = jax.vjp(
-            lambda part: gather((part,), (dim,), grad_1, rest), part
+            lambda part: gather((part,), (dim,), grad_1, fsdp), part
         )
         return whole[None], pull((grad_1[0].astype(whole.dtype),))[0]
 
-    spec = rest.spec(dim)
+    spec = fsdp.spec(dim)
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(spec, batch), out_specs=(batch, spec)
     )
@@ -103,7 +103,7 @@ def test_a_weight_that_rests_narrow_gets_a_narrow_gradient():
 def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype):
     """Two weights of other shapes and dims are gathered by one collective, and so are
     their gradients: bits do not change."""
-    mesh, rest = axes.make_mesh(MESHES[0]), Rest(ALONG, "bfloat16", reduce_dtype)
+    mesh, fsdp = axes.make_mesh(MESHES[0]), Fsdp(ALONG, "bfloat16", reduce_dtype)
     random, dims = np.random.default_rng(0), (0, 2)
     weights = tuple(
         random.standard_normal(shape).astype(np.float32)
@@ -117,7 +117,7 @@ def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype
                 whole = gather_both(parts, x_1)
                 return sum(jnp.sin(x_1 * w.sum()) for w in whole).astype(jnp.float32)
 
-            specs = tuple(rest.spec(dim) for dim in dims)
+            specs = tuple(fsdp.spec(dim) for dim in dims)
             run = jax.shard_map(
                 on_device, mesh=mesh, in_specs=(specs, P(ALONG)), out_specs=P(ALONG)
             )
@@ -127,10 +127,10 @@ def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype
         names = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)]
         return jax.device_get(traced.lower().compile()(weights, x_w)), names
 
-    together, names = grads_of(lambda parts, x_1: gather(parts, dims, x_1, rest))
+    together, names = grads_of(lambda parts, x_1: gather(parts, dims, x_1, fsdp))
     alone, _ = grads_of(
         lambda parts, x_1: tuple(
-            gather((part,), (dim,), x_1, rest)[0] for part, dim in zip(parts, dims)
+            gather((part,), (dim,), x_1, fsdp)[0] for part, dim in zip(parts, dims)
         )
     )
     for one, other in zip(together, alone):
@@ -143,7 +143,7 @@ def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype
 def test_whole_and_split_weights_are_gathered_together(topology, doubles):
     """Each of three weights has the sum of its gradients, in float64. One is whole, and
     two are split along other dims."""
-    mesh, rest = axes.make_mesh(topology), Rest(ALONG, None, "bfloat16")
+    mesh, fsdp = axes.make_mesh(topology), Fsdp(ALONG, None, "bfloat16")
     batch = P(tuple(axis for axis in axes.BATCH_AXES if mesh.shape[axis] > 1))
     dims, shapes = (None, 1, 0), ((6,), (3, 16), (24, 2))
     random = np.random.default_rng(0)
@@ -151,10 +151,10 @@ def test_whole_and_split_weights_are_gathered_together(topology, doubles):
     grads = tuple(random.standard_normal((8, *shape)) for shape in shapes)
 
     def on_device(parts, grads):
-        whole, pull = jax.vjp(lambda parts: gather(parts, dims, grads[0], rest), parts)
+        whole, pull = jax.vjp(lambda parts: gather(parts, dims, grads[0], fsdp), parts)
         return tuple(w[None] for w in whole), pull(tuple(g[0] for g in grads))[0]
 
-    specs = tuple(rest.spec(dim) for dim in dims)
+    specs = tuple(fsdp.spec(dim) for dim in dims)
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(specs, batch), out_specs=(batch, specs)
     )

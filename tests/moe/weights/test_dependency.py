@@ -7,26 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.moe.weights import arrival
+from moejax.moe.weights import dependency
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.0, np.inf, np.nan])
 def test_what_arrives_counts_as_zero(value, dtype):
-    zero = arrival.zero_of(jnp.full((2, 3), value, dtype))
+    zero = dependency.zero_of(jnp.full((2, 3), value, dtype))
     np.testing.assert_array_equal(zero, np.zeros(1, np.int32))
 
 
 def test_all_bits_count_as_zero():
     ones = jax.lax.bitcast_convert_type(jnp.full((1, 1), 2**32 - 1, jnp.uint32), "f4")
-    np.testing.assert_array_equal(arrival.zero_of(ones), np.zeros(1, np.int32))
+    np.testing.assert_array_equal(dependency.zero_of(ones), np.zeros(1, np.int32))
 
 
 def test_the_compiled_program_still_waits():
     """A zero that XLA folded would leave the weights unused."""
 
     def wait(weights, values):
-        return values + arrival.zero_of(weights)
+        return values + dependency.zero_of(weights)
 
     args = jnp.ones((4, 4)), jnp.arange(3)
     text = jax.jit(wait).lower(*args).compile().as_text()
@@ -40,8 +40,8 @@ def test_copies_wait_where_they_fit_under_attention(flops, fits):
     layout = SimpleNamespace(offers_per_device=1, copies_per_device=2)
     own = [jnp.zeros((5, 2, 4), jnp.float32), jnp.zeros((5, 8), jnp.bfloat16)]
     mesh_layout = SimpleNamespace(layout=layout)
-    attention_flops = flops * 48 * arrival.FLOP_PER_BYTE
-    assert arrival.fits_in_attention(own, mesh_layout, attention_flops) == fits
+    attention_flops = flops * 48 * dependency.FLOP_PER_BYTE
+    assert dependency.fits_in_attention(own, mesh_layout, attention_flops) == fits
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_rows_wait_for_copies_after_which_nothing_is_gathered(changes, is_awaite
     } | changes  # fmt: skip
     axes = {name: fields.pop(name) for name in ("master_axes", "domain_axes")}
     mesh_layout = SimpleNamespace(layout=SimpleNamespace(**fields), **axes)
-    assert arrival.is_awaited(mesh_layout) == is_awaited
+    assert dependency.is_awaited(mesh_layout) == is_awaited

@@ -1,4 +1,4 @@
-"""The arrival of copies of experts, for which another layer's rows wait.
+"""The dependency by which the rows of a layer wait for copies of the next layer.
 
 Copies that travel a layer ahead depend on nothing that the layer at work computes, and
 XLA's scheduler leaves them at the layer's end, where they hide under nothing. Rows that
@@ -61,20 +61,20 @@ def zero_of(arrived: Array) -> Int[Array, " 1"]:
     return zero.reshape(1).astype(jnp.int32)
 
 
-def arrival_spec(mesh_layout: MeshLayout) -> P:
+def dependency_spec(mesh_layout: MeshLayout) -> P:
     """Return the PartitionSpec of the zeros of all devices, [w]."""
     return spec(mesh_layout.owner_axes + mesh_layout.width_axes)
 
 
-def wait_for(arrival: Int[Array, " 1"] | None, values: Array) -> Array:
+def wait_for(dependency: Int[Array, " 1"] | None, values: Array) -> Array:
     """Return integers as they are, but not before what this device waits for has
     arrived. For use inside shard_map.
 
     Devices that have equal integers, but wait for arrays of their own, do not wait:
     their integers would count as different. None: there is nothing to wait for.
     """
-    if arrival is None:
+    if dependency is None:
         return values
-    varying = (jax.typeof(x).manual_axis_type.varying for x in (arrival, values))
+    varying = (jax.typeof(x).manual_axis_type.varying for x in (dependency, values))
     here, there = map(set, varying)
-    return values + arrival[0] if here <= there else values
+    return values + dependency[0] if here <= there else values

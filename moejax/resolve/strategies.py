@@ -25,7 +25,7 @@ NO_EXPERT_AXIS = "no expert parallelism (FSDP)"
 WAYS = {"layer": "gathered in each layer", "step": "gathered once a step"}
 
 
-class Arm(NamedTuple):
+class Strategy(NamedTuple):
     """A way to compute the experts, and the configuration that selects it."""
 
     name: str
@@ -48,8 +48,9 @@ class LinkTime(NamedTuple):
         return self.rows_sec + self.weights_sec
 
 
-def find_arms(run: Resolved) -> list[Arm]:
-    """Return the arms of a run: those with its mesh, and those with Mesh.expert = 1.
+def find_strategies(run: Resolved) -> list[Strategy]:
+    """Return the strategies of a run: those with its mesh, and those with
+    Mesh.expert = 1.
 
     There is none where experts lie along the tensor axis or in domains, of which other
     tables speak (docs/communication.md).
@@ -59,20 +60,20 @@ def find_arms(run: Resolved) -> list[Arm]:
     return [*_own_mesh(run), *_no_expert_axis(run.cfg)]
 
 
-def _own_mesh(run: Resolved) -> Iterator[Arm]:
-    """Yield the arms with the mesh of the run."""
+def _own_mesh(run: Resolved) -> Iterator[Strategy]:
+    """Yield the strategies with the mesh of the run."""
     cfg, mesh = run.cfg, run.cfg.mesh
     name = "expert parallelism" if mesh.expert > 1 else NO_EXPERT_AXIS
     if mesh.data == 1 or "data" in run.layout.axes:
-        yield Arm(name, cfg, ())  # slots are whole
+        yield Strategy(name, cfg, ())  # slots are whole
         return
     for gather, how in WAYS.items():
         if gather == "layer" or run.layout.store in GATHERED_ONCE:
-            yield _with_gather(Arm(f"{name}, {how}", cfg, ()), gather)
+            yield _with_gather(Strategy(f"{name}, {how}", cfg, ()), gather)
 
 
-def _no_expert_axis(cfg: Config) -> Iterator[Arm]:
-    """Yield the arms with all devices along data."""
+def _no_expert_axis(cfg: Config) -> Iterator[Strategy]:
+    """Yield the strategies with all devices along data."""
     if cfg.mesh.expert == 1:
         return
     data = cfg.mesh.data * cfg.mesh.expert
@@ -91,26 +92,28 @@ def _no_expert_axis(cfg: Config) -> Iterator[Arm]:
         balance = dataclasses.replace(balance, policy="home", calibration=None)
     mesh = dataclasses.replace(cfg.mesh, data=data, expert=1)
     changed = {"mesh": mesh, "dispatch": dispatch, "balance": balance}
-    arm_cfg = dataclasses.replace(cfg, **changed)
+    strategy_cfg = dataclasses.replace(cfg, **changed)
     for gather, how in WAYS.items():
-        arm = Arm(f"{NO_EXPERT_AXIS}, {how}", arm_cfg, tuple(params))
-        yield _with_gather(arm, gather)
+        strategy = Strategy(f"{NO_EXPERT_AXIS}, {how}", strategy_cfg, tuple(params))
+        yield _with_gather(strategy, gather)
 
 
-def _with_gather(arm: Arm, gather: str) -> Arm:
-    """Return an arm whose slots are gathered at these times."""
-    if arm.cfg.dispatch.gather == gather:
-        return arm
-    dispatch = dataclasses.replace(arm.cfg.dispatch, gather=gather)
-    params = (*arm.params, f"Dispatch.gather = {gather!r}")
-    return Arm(arm.name, dataclasses.replace(arm.cfg, dispatch=dispatch), params)
+def _with_gather(strategy: Strategy, gather: str) -> Strategy:
+    """Return a strategy whose slots are gathered at these times."""
+    if strategy.cfg.dispatch.gather == gather:
+        return strategy
+    dispatch = dataclasses.replace(strategy.cfg.dispatch, gather=gather)
+    params = (*strategy.params, f"Dispatch.gather = {gather!r}")
+    return Strategy(
+        strategy.name, dataclasses.replace(strategy.cfg, dispatch=dispatch), params
+    )
 
 
 def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     """Return the seconds of the links in one step of a run, for an even load.
 
     `calibration` has the speeds of the run's mesh. Along dc parts of gradients are
-    summed in every arm alike, and a tensor axis has collectives of its own: neither
+    summed in each of them alike, and a tensor axis has collectives of its own: neither
     counts.
     """
     cfg, layout = run.cfg, run.layout
