@@ -60,12 +60,14 @@ def start(cfg: Config) -> None:
     set_up_backend(cfg)
     join(cfg)
     total, count = cfg.train.num_simulated_devices, coordinator.count()
+    if total is None:
+        return
     if total % count:
         raise ValueError(
             f"Train.num_simulated_devices={total} cannot be shared by {count} "
             f"processes: give a multiple of {count}"
         )
-    if total and count > 1:  # XLA reads its flags when the first device is touched
+    if count > 1:  # XLA reads its flags when the first device is touched
         os.environ.update(simulate.environment(total // count, os.environ))
         if os.environ.get(LOCAL_NUM_PROCESSES) == str(count):
             from train.launch.compilation_cache import share_programs  # imports jax
