@@ -1,5 +1,4 @@
-"""The header of a safetensors file: dtype, shape and place of each tensor, all checked
-before a tensor is read.
+"""The header of a safetensors file: dtype, shape and place of each tensor.
 
     8 bytes    length n of the header, an unsigned integer
     n bytes    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
@@ -10,12 +9,10 @@ Offsets count from the end of the header. All numbers are little-endian, as thos
 every machine that JAX runs on.
 """
 
-import dataclasses
 import json
 import math
-import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -42,186 +39,86 @@ DTYPES = {
 }
 """NumPy's dtype for each name in a header. Dtypes of less than a byte are not read."""
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format."""
 MAX_DIMS = 32
 METADATA = "__metadata__"
-_KEYS = ["data_offsets", "dtype", "shape"]
 _AGAIN = "download the file again"
 
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A tensor's dtype, shape and place in its file."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-    """Byte of the file at which the tensor begins."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes that the tensor takes in its file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+Spec = tuple[np.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
-def read_header(descriptor: int, path: pathlib.Path) -> dict[str, Entry]:
-    """Return the tensors of an open file by name, in the order of the file.
+def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a file by name: arrays that map it, and read nothing yet.
 
-    Nothing but the header is read. Raises ValueError, one line with file, tensor and
-    remedy, unless the header is within the file and MAX_HEADER_BYTES, is JSON without
-    duplicate names, has dtypes of DTYPES, and the tensors cover the rest of the file
-    without gap or overlap, each with the bytes of its shape.
+    Raises OSError, and ValueError, one line with file, tensor and remedy, unless the
+    header is JSON without duplicate names, has dtypes of DTYPES, and the tensors cover
+    the rest of the file without gap or overlap, each with the bytes of its shape.
     """
-    size = os.fstat(descriptor).st_size
+    size = path.stat().st_size
     if size < LENGTH_BYTES:
-        raise ValueError(
-            f"{path} has {size} bytes, and a safetensors file begins with "
-            f"{LENGTH_BYTES} bytes for the length of its header: {_AGAIN}"
-        )
-    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{path} claims a header of {length:,} bytes, and the limit is "
-            f"{MAX_HEADER_BYTES:,}: is it a safetensors file?"
-        )
-    if length > size - LENGTH_BYTES:
-        raise ValueError(
-            f"{path} claims a header of {length:,} bytes and has {size:,} in all, so "
-            f"it is cut off: {_AGAIN}"
-        )
-    data = os.pread(descriptor, length, LENGTH_BYTES)
-    if not data.startswith(b"{"):
-        raise ValueError(f"{path}: the header does not begin with '{{': {_AGAIN}")
-    records = parse_json(data, f"{path}: the header")
-    _check_metadata(records.pop(METADATA, {}), path)
+        raise ValueError(f"{path} has {size} bytes, and no header: {_AGAIN}")
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    length = int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
     first = LENGTH_BYTES + length
-    places = [
-        (*_check_offsets(record, path, name), name, _check_entry(record, path, name))
-        for name, record in records.items()
-    ]
-    places.sort(key=lambda place: place[:2])
-    entries = dict(_check_places(places, size - first, first, path))
-    return entries
-
-
-def encode_header(entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    """Return the first bytes of a file with tensors of these dtypes and shapes, one
-    after the other.
-
-    They are the bytes that the library `safetensors` writes for tensors in its order
-    (`file_order`): compact JSON, padded by spaces to a multiple of 8.
-    """
-    records: dict[str, object] = {METADATA: {"format": "pt"}}
-    stop = 0
-    for name, (dtype, shape) in entries.items():
-        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        records[name] = {
-            "dtype": dtype_name(dtype),
-            "shape": list(shape),
-            "data_offsets": [start, stop],
-        }
-    data = json.dumps(records, separators=(",", ":"), ensure_ascii=False).encode()
-    data += b" " * (-len(data) % LENGTH_BYTES)
-    if len(data) > MAX_HEADER_BYTES:
+    if first > size:
         raise ValueError(
-            f"the header of {len(entries):,} tensors has {len(data):,} bytes, and the "
-            f"limit is {MAX_HEADER_BYTES:,}: write smaller shards"
+            f"{path} claims a header of {length:,} bytes and has {size:,} in all: it "
+            f"is cut off, or no safetensors file; {_AGAIN}"
         )
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
-
-
-def file_order(
-    entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-) -> list[str]:
-    """Return names as they follow each other in a file: wide dtypes first, so that all
-    are aligned, then by name."""
-    return sorted(entries, key=lambda name: (-entries[name][0].itemsize, name))
-
-
-def dtype_name(dtype: np.dtype) -> str:
-    """Return the name of a dtype in headers. Raises ValueError if it has none."""
-    for name, known in DTYPES.items():
-        if known == dtype:
-            return name
-    raise ValueError(f"safetensors has no dtype {dtype}: use bfloat16 or float32")
-
-
-def _check_metadata(metadata: object, path: pathlib.Path) -> None:
-    is_text = isinstance(metadata, dict) and all(
-        isinstance(value, str) for value in metadata.values()
-    )
-    if not is_text:
-        raise ValueError(f"{path}: {METADATA} must map text to text: {_AGAIN}")
-
-
-def _check_offsets(record: object, path: pathlib.Path, name: str) -> tuple[int, int]:
-    where = f"{path}: tensor {quoted(name)}"
-    if not isinstance(record, dict) or sorted(record) != _KEYS:
-        raise ValueError(f"{where} must have dtype, shape and data_offsets: {_AGAIN}")
-    offsets = record["data_offsets"]
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(
-            f"{where} has data_offsets {quoted(offsets)}, and they must be the begin "
-            f"and the end, in bytes: {_AGAIN}"
-        )
-    return offsets[0], offsets[1]
-
-
-def _check_entry(record: dict, path: pathlib.Path, name: str) -> Entry:
-    where = f"{path}: tensor {quoted(name)}"
-    dtype = record["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(
-            f"{where} has dtype {quoted(dtype)}, and moejax reads "
-            f"{', '.join(DTYPES)}: convert it to BF16"
-        )
-    shape, itemsize = record["shape"], DTYPES[dtype].itemsize
-    if not _are_counts(shape) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{where} has shape {quoted(shape)}: {_AGAIN}")
-    if math.prod(max(dim, 1) for dim in shape) * itemsize >= 2**63:
-        raise ValueError(f"{where} has shape {quoted(shape)}, too large: {_AGAIN}")
-    start, stop = record["data_offsets"]
-    entry = Entry(DTYPES[dtype], tuple(shape), start)
-    if entry.num_bytes != stop - start:
-        raise ValueError(
-            f"{where} has shape {quoted(shape)} of {dtype}, {entry.num_bytes:,} bytes, "
-            f"and data_offsets for {stop - start:,}: {_AGAIN}"
-        )
-    return entry
-
-
-def _check_places(
-    places: list[tuple[int, int, str, Entry]],
-    num_bytes: int,
-    first: int,
-    path: pathlib.Path,
-) -> Iterator[tuple[str, Entry]]:
-    """Yield the tensors, sorted by their place, with their first byte in the file."""
-    end, last = 0, ""
-    for start, stop, name, entry in places:
+    records = parse_json(data[LENGTH_BYTES:first].tobytes(), f"{path}: the header")
+    records.pop(METADATA, None)
+    tensors, places = {}, []
+    for name, record in records.items():
+        dtype, shape, start, stop = _entry(record, f"{path}: tensor {quoted(name)}")
+        places.append((start, stop, name))
+        tensors[name] = (dtype, shape, first + start, first + stop)
+    end, last = 0, None
+    for start, stop, name in sorted(places):
         where = f"{path}: tensor {quoted(name)}"
         if start < end:
-            raise ValueError(
-                f"{where} begins at byte {start:,}, and {quoted(last)} ends at "
-                f"{end:,}: they overlap; {_AGAIN}"
-            )
+            raise ValueError(f"{where} overlaps with {quoted(last)}: {_AGAIN}")
         if start > end:
             raise ValueError(
                 f"{where} begins at byte {start:,}, and nothing covers the bytes from "
                 f"{end:,}: {_AGAIN}"
             )
-        if stop > num_bytes:
-            raise ValueError(
-                f"{where} ends at byte {stop:,} of {num_bytes:,}, so the file is cut "
-                f"off: {_AGAIN}"
-            )
-        yield name, dataclasses.replace(entry, start=first + start)
         end, last = stop, name
-    if end != num_bytes:
+    if first + end != size:
         raise ValueError(
-            f"{path} has {num_bytes - end:,} bytes after its last tensor: {_AGAIN}"
+            f"{path}: the tensors end at byte {first + end:,} of {size:,}: {_AGAIN}"
         )
+    return {
+        name: data[start:stop].view(dtype).reshape(shape)
+        for name, (dtype, shape, start, stop) in tensors.items()
+    }
+
+
+def _entry(record: object, where: str) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """Return the dtype, shape, first byte and end of a tensor."""
+    if not isinstance(record, dict) or record.keys() != {
+        "dtype", "shape", "data_offsets",
+    }:  # fmt: skip
+        raise ValueError(f"{where} must have dtype, shape and data_offsets: {_AGAIN}")
+    name, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(
+            f"{where} has dtype {quoted(name)}, and moejax reads {', '.join(DTYPES)}: "
+            "convert it to BF16"
+        )
+    itemsize = DTYPES[name].itemsize
+    is_right = (
+        all(map(_are_counts, (shape, offsets)))
+        and len(offsets) == 2
+        and len(shape) <= MAX_DIMS
+        and math.prod(max(dim, 1) for dim in shape) * itemsize < 2**63
+        and math.prod(shape) * itemsize == offsets[1] - offsets[0]
+    )
+    if not is_right:
+        raise ValueError(
+            f"{where} has shape {quoted(shape)} of {name}, and data_offsets "
+            f"{quoted(offsets)} for another number of bytes: {_AGAIN}"
+        )
+    return DTYPES[name], tuple(shape), *offsets
 
 
 def _are_counts(values: object) -> bool:
@@ -229,3 +126,31 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(
         type(value) is int and value >= 0 for value in values
     )
+
+
+def encode_header(specs: Mapping[str, Spec]) -> bytes:
+    """Return the first bytes of a file with tensors of these dtypes and shapes, one
+    after the other.
+
+    They are the bytes that the library `safetensors` writes for tensors in its order
+    (`file_order`): compact JSON, padded by spaces to a multiple of 8.
+    """
+    records: dict[str, object] = {METADATA: {"format": "pt"}}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    stop = 0
+    for name, (dtype, shape) in specs.items():
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        records[name] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, stop],
+        }
+    data = json.dumps(records, separators=(",", ":"), ensure_ascii=False).encode()
+    data += b" " * (-len(data) % LENGTH_BYTES)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def file_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Return names as they follow each other in a file: wide dtypes first, so that all
+    are aligned, then by name."""
+    return sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))

@@ -1,10 +1,10 @@
 """Published models: a folder of config.json and tensors as our configuration and
 parameters, and back.
 
-    with open_model("olmoe") as model:
-        model.network                 moejax.config.Network
-        model.params["embed_vd"]      a view, as all leaves of the tree
-        model.notes                   lines to print
+    model = open_model("olmoe")
+    model.network                 moejax.config.Network
+    model.params["embed_vd"]      a view, as all leaves of the tree
+    model.notes                   lines to print
 
 `open_model` reads config.json and the headers of the files, checks both against each
 other, and reads no tensor. `write_model` is in `export.py`.
@@ -36,10 +36,8 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class PublishedModel:
-    """A folder whose config.json and headers of tensors agree. No tensor has been read.
-
-    It is a context manager that closes the files.
-    """
+    """A folder whose config.json and headers of tensors agree. No tensor has been
+    read."""
 
     architecture: Architecture
     network: Network
@@ -51,12 +49,6 @@ class PublishedModel:
     router_bias: dict[str, Any]
     """Views in a tree like the biases of its routers, which are zeros if the folder has
     none."""
-
-    def __enter__(self) -> "PublishedModel":
-        return self
-
-    def __exit__(self, *_exception) -> None:
-        self.folder.close()
 
 
 def read_architecture(folder: str | os.PathLike) -> Architecture:
@@ -79,14 +71,7 @@ def open_model(folder: str | os.PathLike) -> PublishedModel:
     network = fields.make_network(architecture.fields)
     family = FAMILIES[architecture.family]
     opened = TensorFolder(folder)
-    try:
-        source = Source(opened, family, architecture.quantization)
-        params, router_bias = map(
-            tree.as_tree, tree.load(family, network, source.tensor)
-        )
-        past = source.judge_rest(network, architecture.record)
-    except BaseException:
-        opened.close()
-        raise
-    notes = (*architecture.notes, *opened.notes, *past)
+    source = Source(opened, family, architecture.quantization)
+    params, router_bias = map(tree.as_tree, tree.load(family, network, source.tensor))
+    notes = (*architecture.notes, *source.judge_rest(network, architecture.record))
     return PublishedModel(architecture, network, opened, notes, params, router_bias)

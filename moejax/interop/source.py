@@ -46,9 +46,9 @@ class Source:
 
     def __init__(self, folder: TensorFolder, family: Family, quantized_as: str | None):
         self._folder, self._family, self._kind = folder, family, quantized_as
-        self._unused = set(folder.entries)
+        self._unused = set(folder.arrays)
         prefix = family.text_prefix
-        self._prefix = prefix if prefix + family.top[0] in folder else ""
+        self._prefix = prefix if prefix + family.top[0] in folder.arrays else ""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> View:
         """Return a tensor as weights, in float32 if some of the folder are quantised:
@@ -58,11 +58,11 @@ class Source:
         return view if self._kind is None else views.cast(view, np.dtype(np.float32))
 
     def _weights(self, name: str, shape: tuple[int, ...]) -> View:
-        if self._kind == MXFP4 and f"{name}_blocks" in self._folder:
+        if self._kind == MXFP4 and f"{name}_blocks" in self._folder.arrays:
             return self._mxfp4(name, shape)
         view = self._view(name, shape)
         scale = name + "_scale_inv"
-        if self._kind == FP8 and scale in self._folder:
+        if self._kind == FP8 and len(shape) > 1 and scale in self._folder.arrays:
             self._unused.discard(scale)
             scales = self._folder.view(scale)
             if scales.dtype.name == "bfloat16":  # as Qwen3 has them

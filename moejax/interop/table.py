@@ -49,7 +49,7 @@ class Permute(Step):
     """Entry on disk of each of our entries."""
 
     def load(self, arrays):
-        return [views.taken(array, self.dim, self.order) for array in arrays]
+        return [views.taken(array, self.dim, np.array(self.order)) for array in arrays]
 
     def save(self, arrays):
         order = np.argsort(self.order)
@@ -65,14 +65,14 @@ class Split(Step):
 
     def load(self, arrays):
         (array,) = arrays
-        ends = np.cumsum(self.sizes).tolist()
-        parts = [
-            range(end - size, end) for end, size in zip(ends, self.sizes, strict=True)
-        ]
-        return [views.taken(array, self.dim, part) for part in parts]
+        return [views.taken(array, self.dim, part) for part in self._places()]
 
     def save(self, arrays):
-        return [views.joined(arrays, self.dim)]
+        return [views.joined(arrays, self.dim, self._places())]
+
+    def _places(self):
+        ends = np.cumsum(self.sizes).tolist()
+        return [range(end - size, end) for end, size in zip(ends, self.sizes)]
 
 
 @dataclasses.dataclass(frozen=True)

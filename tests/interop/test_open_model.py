@@ -68,8 +68,8 @@ def deepseek(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    with open_model(folder) as model:
-        return {name: model.folder.read(name) for name in model.folder.entries}
+    model = open_model(folder)
+    return {name: model.folder.view(name).read() for name in model.folder.arrays}
 
 
 def rewrite(folder: pathlib.Path, **changes: np.ndarray | None) -> None:
@@ -91,22 +91,22 @@ def test_export_and_import_of_every_family(name, tmp_path):
     one = write_model(tmp_path / "a", network, *trees, dtype="float32", **options)
     assert one.files == ("config.json", "generation_config.json", SINGLE,
                          "tokenizer.json")  # fmt: skip
-    with open_model(tmp_path / "a") as model:
-        assert model.network == network
-        assert model.notes == ()
-        require_same(read_all(model.params), trees[0])
-        require_same(read_all(model.router_bias), trees[1])
-        views = model.params, model.router_bias
-        many = write_model(
-            tmp_path / "b", network, *views, dtype="bfloat16", max_shard_bytes=20_000,
-            **options,
-        )  # fmt: skip
-        assert len(many.files) > 4
-    with open_model(tmp_path / "b") as model:
-        assert model.architecture.dtype == "bfloat16"
-        rounded = jax.tree.map(lambda x: x.astype(BF16), trees[0])
-        require_same(read_all(model.params), rounded)
-        require_same(read_all(model.router_bias), trees[1])  # always float32
+    model = open_model(tmp_path / "a")
+    assert model.network == network
+    assert model.notes == ()
+    require_same(read_all(model.params), trees[0])
+    require_same(read_all(model.router_bias), trees[1])
+    views = model.params, model.router_bias
+    many = write_model(
+        tmp_path / "b", network, *views, dtype="bfloat16", max_shard_bytes=20_000,
+        **options,
+    )  # fmt: skip
+    assert len(many.files) > 4
+    model = open_model(tmp_path / "b")
+    assert model.architecture.dtype == "bfloat16"
+    rounded = jax.tree.map(lambda x: x.astype(BF16), trees[0])
+    require_same(read_all(model.params), rounded)
+    require_same(read_all(model.router_bias), trees[1])  # always float32
 
 
 def test_every_published_folder_is_written_as_it_is(published, tmp_path):
@@ -115,50 +115,48 @@ def test_every_published_folder_is_written_as_it_is(published, tmp_path):
     for folder in folders:
         for spelling in ("config.json", "config_v4.json"):
             out = tmp_path / f"{folder.name}-{spelling}"
-            with open_model(folder) as model:
-                record = json.loads((folder / spelling).read_text())
-                write_model(
-                    out, model.network, model.params, model.router_bias,
-                    record=record, dtype="float32",
-                )  # fmt: skip
-                first = read_all(model.params), read_all(model.router_bias)
+            model = open_model(folder)
+            record = json.loads((folder / spelling).read_text())
+            write_model(
+                out, model.network, model.params, model.router_bias,
+                record=record, dtype="float32",
+            )  # fmt: skip
+            first = read_all(model.params), read_all(model.router_bias)
             assert (out / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
-            with open_model(out) as again:
-                require_same(read_all(again.params), first[0])
-                require_same(read_all(again.router_bias), first[1])
-                assert again.network == model.network
+            again = open_model(out)
+            require_same(read_all(again.params), first[0])
+            require_same(read_all(again.router_bias), first[1])
+            assert again.network == model.network
             ids = json.loads((folder / "generation_config.json").read_text())
             got = json.loads((out / "generation_config.json").read_text())
             assert got.items() <= ids.items()
 
 
 def test_leaves_may_be_arrays_of_jax(mixtral, tmp_path):
-    with open_model(mixtral) as model:
-        params = jax.tree.map(jax.numpy.asarray, read_all(model.params))
-        out = tmp_path / "out"
-        write_model(out, model.network, params, model.router_bias, dtype="float32")
+    model = open_model(mixtral)
+    params = jax.tree.map(jax.numpy.asarray, read_all(model.params))
+    out = tmp_path / "out"
+    write_model(out, model.network, params, model.router_bias, dtype="float32")
     for name in (SINGLE, CONFIG):
         assert (out / name).read_bytes() == (mixtral / name).read_bytes()
 
 
 def test_what_cannot_be_written_is_one_line(mixtral, tmp_path):
-    with open_model(mixtral) as model:
-        args = model.network, model.params
-        moved = jax.tree.map(
-            lambda view: np.ones(view.shape, np.float32), model.router_bias,
-            is_leaf=lambda leaf: isinstance(leaf, View),
-        )  # fmt: skip
-        bad = [
-            ({"dtype": "float16"}, model.router_bias, "dtype 'float16': it must be"),
-            ({}, moved, "mixtral has no correction bias of the router"),
-            ({"files": {"a/b": b""}}, model.router_bias, "file 'a/b' cannot be"),
-            ({"files": {CONFIG: b""}}, model.router_bias, "file 'config.json' cannot"),
-        ]
-        for options, bias, message in bad:
-            with pytest.raises(ValueError, match=message):
-                write_model(
-                    tmp_path / "out", *args, bias, **{"dtype": "float32"} | options
-                )
+    model = open_model(mixtral)
+    args = model.network, model.params
+    moved = jax.tree.map(
+        lambda view: np.ones(view.shape, np.float32), model.router_bias,
+        is_leaf=lambda leaf: isinstance(leaf, View),
+    )  # fmt: skip
+    bad = [
+        ({"dtype": "float16"}, model.router_bias, "dtype 'float16': it must be"),
+        ({}, moved, "mixtral has no correction bias of the router"),
+        ({"files": {"a/b": b""}}, model.router_bias, "file 'a/b' cannot be"),
+        ({"files": {CONFIG: b""}}, model.router_bias, "file 'config.json' cannot"),
+    ]
+    for options, bias, message in bad:
+        with pytest.raises(ValueError, match=message):
+            write_model(tmp_path / "out", *args, bias, **{"dtype": "float32"} | options)
     assert not (tmp_path / "out").exists()
 
 
@@ -211,14 +209,14 @@ def test_a_tied_head_may_be_there_or_not(mixtral):
         open_model(mixtral)
     edit_json(mixtral / CONFIG, tie_word_embeddings=True)
     rewrite(mixtral, **{"lm_head.weight": head})
-    with open_model(mixtral) as model:
-        (note,) = model.notes
-        assert "'lm_head.weight': tie_word_embeddings is true" in note
-        assert "head_vd" not in model.params
+    model = open_model(mixtral)
+    (note,) = model.notes
+    assert "'lm_head.weight': tie_word_embeddings is true" in note
+    assert "head_vd" not in model.params
     edit_json(mixtral / CONFIG, tie_word_embeddings=False)
-    with open_model(mixtral) as model:
-        assert model.notes == ()
-        assert np.array_equal(model.params["head_vd"].read(), head)
+    model = open_model(mixtral)
+    assert model.notes == ()
+    assert np.array_equal(model.params["head_vd"].read(), head)
 
 
 def test_layers_for_more_tokens_and_buffers_are_read_past(deepseek):
@@ -232,13 +230,13 @@ def test_layers_for_more_tokens_and_buffers_are_read_past(deepseek):
     with pytest.raises(ValueError, match=r"has tensor 'model.layers.2.eh_proj.weight'"):
         open_model(deepseek)
     edit_json(deepseek / CONFIG, num_nextn_predict_layers=1)
-    with open_model(deepseek) as model:
-        (note,) = model.notes
-        assert note.startswith("2 tensors are read past")
-        assert "multi-token prediction" in note
-        record = model.architecture.record
-        views = model.params, model.router_bias
-        export = plan_model(model.network, *views, record=record, dtype="float32")
+    model = open_model(deepseek)
+    (note,) = model.notes
+    assert note.startswith("2 tensors are read past")
+    assert "multi-token prediction" in note
+    record = model.architecture.record
+    views = model.params, model.router_bias
+    export = plan_model(model.network, *views, record=record, dtype="float32")
     assert set(export.tensors) == set(arrays)
     assert json.loads(export.files[CONFIG])["num_nextn_predict_layers"] == 0
 
@@ -272,12 +270,12 @@ def test_fp8_blocks(scale_dtype, tmp_path):
         open_model(folder)
     how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     edit_json(folder / CONFIG, quantization_config=how | {"activation_scheme": "d"})
-    with open_model(folder) as model:
-        assert model.notes == ("Weights are fp8 in blocks, and are decoded as they are "
-                               "read.",)  # fmt: skip
-        record, views = model.architecture.record, (model.params, model.router_bias)
-        out = tmp_path / "out"
-        write_model(out, model.network, *views, record=record, dtype="float32")
+    model = open_model(folder)
+    assert model.notes == ("Weights are fp8 in blocks, and are decoded as they are "
+                           "read.",)  # fmt: skip
+    record, views = model.architecture.record, (model.params, model.router_bias)
+    out = tmp_path / "out"
+    write_model(out, model.network, *views, record=record, dtype="float32")
     assert "quantization_config" not in json.loads((out / CONFIG).read_text())
     got = read_tensors(out)
     assert got.keys() == {name for name in arrays if not name.endswith("_scale_inv")}
@@ -307,18 +305,18 @@ def test_mxfp4_experts(tmp_path):
     write_arrays(folder / SINGLE, arrays)
     how = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     edit_json(folder / CONFIG, quantization_config=how)
-    with open_model(folder) as model:
-        got = read_all(model.params)["cycles"]["blocks"]
-        both = np.stack([expected[f"model.layers.{i}.mlp.experts.gate_up_proj"]
-                         for i in (0, 1)])  # fmt: skip
-        moe = got[1]["moe"]
-        assert np.array_equal(moe["gate_edf"], both[..., ::2])
-        assert np.array_equal(moe["up_edf"], both[..., 1::2])
-        views = model.params, model.router_bias
-        record = model.architecture.record
-        export = plan_model(model.network, *views, record=record, dtype="float32")
-        for name, want in expected.items():
-            assert np.array_equal(export.value(name), want)
+    model = open_model(folder)
+    got = read_all(model.params)["cycles"]["blocks"]
+    both = np.stack([expected[f"model.layers.{i}.mlp.experts.gate_up_proj"]
+                     for i in (0, 1)])  # fmt: skip
+    moe = got[1]["moe"]
+    assert np.array_equal(moe["gate_edf"], both[..., ::2])
+    assert np.array_equal(moe["up_edf"], both[..., 1::2])
+    views = model.params, model.router_bias
+    record = model.architecture.record
+    export = plan_model(model.network, *views, record=record, dtype="float32")
+    for name, want in expected.items():
+        assert np.array_equal(export.value(name), want)
     edit_json(folder / CONFIG, quantization_config=None)
     with pytest.raises(ValueError, match=r"has no tensor 'model.layers.0.mlp.experts"):
         open_model(folder)
@@ -340,13 +338,13 @@ def test_the_text_part_of_a_multimodal_folder(tmp_path):
         "dtype": "float32",
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(whole))
-    with open_model(folder) as model:
-        require_same(read_all(model.params), trees[0])
-        assert len(model.notes) == 2
-        assert "2 tensors are read past" in model.notes[1]
-        views = model.params, model.router_bias
-        out, record = tmp_path / "out", model.architecture.record
-        write_model(out, model.network, *views, record=record, dtype="float32")
+    model = open_model(folder)
+    require_same(read_all(model.params), trees[0])
+    assert len(model.notes) == 2
+    assert "2 tensors are read past" in model.notes[1]
+    views = model.params, model.router_bias
+    out, record = tmp_path / "out", model.architecture.record
+    write_model(out, model.network, *views, record=record, dtype="float32")
     again = read_tensors(out)
     assert again.keys() == arrays.keys()
     assert json.loads((out / CONFIG).read_text())["model_type"] == "llama4_text"

@@ -46,8 +46,8 @@ KEPT_WHOLE = r"(embed_tokens|lm_head|norm|gate)\.weight$|bias$|eh_proj|shared_he
 def read_folder(name: str):
     """Return the config.json in the published spelling, and the tensors."""
     config = json.loads((ROOT / name / "config_v4.json").read_text())
-    with TensorFolder(ROOT / name) as folder:
-        return config, {key: folder.read(key) for key in folder.entries}
+    folder = TensorFolder(ROOT / name)
+    return config, {key: folder.view(key).read() for key in folder.arrays}
 
 
 def write(folder, config, tensors, **changes):
@@ -60,11 +60,9 @@ def write(folder, config, tensors, **changes):
 
 def read_params(folder):
     """Return all parameters, the routers' biases and the notes of a folder."""
-    with open_model(folder) as model:
-        trees = (model.params, model.router_bias)
-        return jax.tree.map(lambda view: view.read(dtype=np.float32), trees), (
-            model.notes
-        )
+    model = open_model(folder)
+    trees = (model.params, model.router_bias)
+    return jax.tree.map(lambda view: view.read(dtype=np.float32), trees), (model.notes)
 
 
 def check_same_params(folder, plain) -> tuple[str, ...]:
@@ -343,8 +341,8 @@ def test_a_folder_of_the_full_size_opens(name, num_tensors, num_bytes, tmp_path)
     with (tmp_path / SINGLE).open("r+b") as file:
         file.truncate((tmp_path / SINGLE).stat().st_size + stop)
     (tmp_path / "config.json").write_bytes(config.read_bytes())
-    with open_model(tmp_path) as model:
-        for leaf in jax.tree.leaves((model.params, model.router_bias)):
-            corner = tuple(slice(size - 1, size) for size in leaf.shape)
-            assert not leaf.read(corner).any()
-        assert model.folder.bytes_read < 2**20
+    model = open_model(tmp_path)
+    for leaf in jax.tree.leaves((model.params, model.router_bias)):
+        corner = tuple(slice(size - 1, size) for size in leaf.shape)
+        assert not leaf.read(corner).any()
+    assert model.folder.bytes_read < 2**20

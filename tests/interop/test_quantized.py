@@ -57,19 +57,19 @@ def test_slices_of_fp8_blocks(shape, tmp_path):
     rng = np.random.default_rng(0)
     codes, scale, want = make_fp8(rng, *shape)
     write_arrays(tmp_path / SINGLE, {"scale": scale, "weight": codes})
-    with TensorFolder(tmp_path) as folder:
-        view = quantized.fp8_blocks(folder.view("weight"), folder.view("scale"))
-        assert view.shape == shape
-        assert view.dtype == np.float32
-        assert same(view.read(), want)
-        for _ in range(20):
-            index = tuple(slice(*np.sort(rng.integers(0, s + 1, 2))) for s in shape)
-            before = folder.bytes_read
-            assert same(view.read(index), want[index])
-            assert folder.bytes_read - before <= shape[0] * shape[1] + scale.nbytes
-        assert same(transposed(view, (1, 0)).read(), want.T)
-        both = stacked([view, view]).read((slice(1, 2), slice(0, 50)), BF16)
-        assert same(both[0].astype("f"), want[:50].astype(BF16).astype("f"))
+    folder = TensorFolder(tmp_path)
+    view = quantized.fp8_blocks(folder.view("weight"), folder.view("scale"))
+    assert view.shape == shape
+    assert view.dtype == np.float32
+    assert same(view.read(), want)
+    for _ in range(20):
+        index = tuple(slice(*np.sort(rng.integers(0, s + 1, 2))) for s in shape)
+        before = folder.bytes_read
+        assert same(view.read(index), want[index])
+        assert folder.bytes_read - before <= shape[0] * shape[1] + scale.nbytes
+    assert same(transposed(view, (1, 0)).read(), want.T)
+    both = stacked([view, view]).read((slice(1, 2), slice(0, 50)), BF16)
+    assert same(both[0].astype("f"), want[:50].astype(BF16).astype("f"))
 
 
 def test_every_code_and_every_scale_of_mxfp4():
@@ -107,43 +107,44 @@ def test_slices_of_mxfp4(tmp_path):
         code = int(byte >> 4 if at[2] % 2 else byte & 15)
         want[at] = e2m1(code) * 2.0 ** (int(scales[*at[:2], at[2] // 32]) - 127)
     write_arrays(tmp_path / SINGLE, {"b": blocks, "s": scales})
-    with TensorFolder(tmp_path) as folder:
-        view = quantized.mxfp4(folder.view("b"), folder.view("s"))
-        assert view.shape == want.shape
-        assert same(view.read(), want)
-        for _ in range(30):
-            index = tuple(
-                slice(*np.sort(rng.integers(0, s + 1, 2))) for s in want.shape
-            )
-            assert same(view.read(index), want[index])
-        before = folder.bytes_read
-        view.read((slice(1, 2), slice(2, 3)))
-        assert folder.bytes_read - before == g * 17
-        rows = range(1, o, 2)
-        some = [taken(folder.view(name), 1, rows) for name in ("b", "s")]
-        assert same(quantized.mxfp4(*some).read(), want[:, 1::2])
-        # As GPT-OSS needs it: [e, in, out], gate in the even columns.
-        assert same(transposed(view, (0, 2, 1)).read(), want.transpose(0, 2, 1))
+    folder = TensorFolder(tmp_path)
+    view = quantized.mxfp4(folder.view("b"), folder.view("s"))
+    assert view.shape == want.shape
+    assert same(view.read(), want)
+    for _ in range(30):
+        index = tuple(slice(*np.sort(rng.integers(0, s + 1, 2))) for s in want.shape)
+        assert same(view.read(index), want[index])
+    before = folder.bytes_read
+    view.read((slice(1, 2), slice(2, 3)))
+    assert folder.bytes_read - before == g * 17
+    rows = range(1, o, 2)
+    some = [taken(folder.view(name), 1, rows) for name in ("b", "s")]
+    assert same(quantized.mxfp4(*some).read(), want[:, 1::2])
+    # As GPT-OSS needs it: [e, in, out], gate in the even columns.
+    assert same(transposed(view, (0, 2, 1)).read(), want.transpose(0, 2, 1))
+
+
+WRONG = "and must be .*the quantisation in config.json is another one"
 
 
 @pytest.mark.parametrize(
-    ("weight", "scale", "message"),
+    ("weight", "scale"),
     [
-        (np.zeros((4, 4), BF16), np.ones((1, 1), "f"), "is bfloat16 and must be floa"),
-        (np.zeros((4, 4), E4M3), np.ones((1, 1), BF16), "is bfloat16 and must be floa"),
-        (np.zeros((4, 200), E4M3), np.ones((1, 1), "f"), r"must have \[1, 2\]"),
-        (np.zeros((4,), E4M3), np.ones((1,), "f"), "has 1 dims, and blocks need two"),
+        (np.zeros((4, 4), BF16), np.ones((1, 1), "f")),
+        (np.zeros((4, 4), E4M3), np.ones((1, 1), BF16)),
+        (np.zeros((4, 200), E4M3), np.ones((1, 1), "f")),
     ],
-)  # fmt: skip
-def test_wrong_fp8_is_refused(weight, scale, message):
-    with pytest.raises(ValueError, match=message):
+)
+def test_wrong_fp8_is_refused(weight, scale):
+    with pytest.raises(ValueError, match=WRONG):
         quantized.fp8_blocks(held(weight), held(scale))
 
 
 def test_wrong_mxfp4_is_refused():
     blocks, scales = np.zeros((3, 2, 16), np.uint8), np.zeros((3, 2), np.uint8)
-    for wrong in ((blocks[..., :8], scales), (blocks, scales[:2]), (scales, blocks)):
-        with pytest.raises(ValueError, match="must have"):
+    for wrong in (
+        (blocks[..., :8], scales), (blocks, scales[:2]), (scales, blocks),
+        (blocks, scales.astype("f")),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=WRONG):
             quantized.mxfp4(*map(held, wrong))
-    with pytest.raises(ValueError, match="must be uint8"):
-        quantized.mxfp4(held(blocks), held(scales.astype("f")))

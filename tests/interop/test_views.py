@@ -19,13 +19,13 @@ def folder(tmp_path):
     arrays["fused"] = rng.standard_normal((E, D, 2 * F)).astype("f")
     arrays["bias"] = rng.standard_normal((1, E)).astype("f")
     write_arrays(tmp_path / SINGLE, arrays)
-    with TensorFolder(tmp_path) as opened:
-        yield opened
+    opened = TensorFolder(tmp_path)
+    return opened
 
 
 def read_stack(folder, name: str) -> np.ndarray:
     """Return the tensors of all experts."""
-    return np.stack([folder.read(f"{name}.{e}") for e in range(E)])
+    return np.stack([folder.view(f"{name}.{e}").read() for e in range(E)])
 
 
 def stack(folder, name: str) -> views.View:
@@ -40,7 +40,7 @@ def heads(num_heads: int, width: int) -> np.ndarray:
 
 
 CASES = {
-    "tensor": (lambda f: f.view("fused"), lambda f: f.read("fused")),
+    "tensor": (lambda f: f.view("fused"), lambda f: f.view("fused").read()),
     "stacked": (lambda f: stack(f, "up"), lambda f: read_stack(f, "up")),
     "transposed": (
         lambda f: views.transposed(stack(f, "up"), (0, 2, 1)),
@@ -53,74 +53,62 @@ CASES = {
         lambda f: np.stack([read_stack(f, "down")] * 2).transpose(1, 3, 0, 2),
     ),
     "joined": (
-        lambda f: views.joined([f.view("down.0"), f.view("down.3")], 1),
-        lambda f: np.concatenate([f.read("down.0"), f.read("down.3")], 1),
+        lambda f: views.joined(
+            [f.view("down.0"), f.view("down.3")], 1, [range(F), range(F, 2 * F)]
+        ),
+        lambda f: np.concatenate([f.view("down.0").read(), f.view("down.3").read()], 1),
     ),
-    "joined in rows": (
-        lambda f: views.joined([f.view(f"up.{e}") for e in range(E)], 0),
-        lambda f: np.concatenate([f.read(f"up.{e}") for e in range(E)]),
+    "joined in turns": (
+        lambda f: views.joined(
+            [f.view(f"up.{e}") for e in range(E)],
+            0,
+            [range(e, E * F, E) for e in range(E)],
+        ),
+        lambda f: read_stack(f, "up").swapaxes(0, 1).reshape(E * F, D),
     ),
     "first half": (
-        lambda f: views.taken(f.view("fused"), -1, range(F)),
-        lambda f: f.read("fused")[..., :F],
+        lambda f: views.taken(f.view("fused"), 2, range(F)),
+        lambda f: f.view("fused").read()[..., :F],
     ),
     "even columns": (
-        lambda f: views.taken(f.view("fused"), -1, range(0, 2 * F, 2)),
-        lambda f: f.read("fused")[..., ::2],
+        lambda f: views.taken(f.view("fused"), 2, range(0, 2 * F, 2)),
+        lambda f: f.view("fused").read()[..., ::2],
     ),
     "rows of heads": (
         lambda f: views.taken(f.view("down.0"), 0, heads(2, 6)),
-        lambda f: f.read("down.0")[heads(2, 6)],
-    ),
-    "far rows": (
-        lambda f: views.taken(f.view("down.0"), 0, [11, 0, 1, 5]),
-        lambda f: f.read("down.0")[[11, 0, 1, 5]],
+        lambda f: f.view("down.0").read()[heads(2, 6)],
     ),
     "far columns": (
-        lambda f: views.taken(f.view("fused"), 2, [15, 0]),
-        lambda f: f.read("fused")[..., [15, 0]],
-    ),
-    "no rows": (
-        lambda f: views.taken(f.view("fused"), 1, []),
-        lambda f: f.read("fused")[:, :0],
+        lambda f: views.taken(f.view("fused"), 2, np.array([15, 0])),
+        lambda f: f.view("fused").read()[..., [15, 0]],
     ),
     "item": (
         lambda f: views.item(f.view("fused"), 1, 3),
-        lambda f: f.read("fused")[:, 3],
-    ),
-    "item of the last dim": (
-        lambda f: views.item(f.view("fused"), -1, -1),
-        lambda f: f.read("fused")[..., -1],
+        lambda f: f.view("fused").read()[:, 3],
     ),
     "a dim of 1 dropped": (
         lambda f: views.item(f.view("bias"), 0, 0),
-        lambda f: f.read("bias")[0],
+        lambda f: f.view("bias").read()[0],
     ),
     "taken through a transposition": (
         lambda f: views.taken(
             views.transposed(f.view("fused"), (2, 0, 1)), 0, range(1, 2 * F, 2)
         ),
-        lambda f: f.read("fused")[..., 1::2].transpose(2, 0, 1),
-    ),
-    "taken twice": (
-        lambda f: views.taken(
-            views.taken(f.view("down.0"), 0, heads(2, 6)), 0, range(2, 8)
-        ),
-        lambda f: f.read("down.0")[heads(2, 6)][2:8],
+        lambda f: f.view("fused").read()[..., 1::2].transpose(2, 0, 1),
     ),
     "taken in two dims": (
         lambda f: views.taken(
             views.taken(f.view("fused"), 1, range(0, D, 2)), 2, range(F)
         ),
-        lambda f: f.read("fused")[:, ::2, :F],
+        lambda f: f.view("fused").read()[:, ::2, :F],
     ),
     "cast": (
         lambda f: views.cast(f.view("up.0"), np.dtype(np.float32)),
-        lambda f: f.read("up.0").astype(np.float32),
+        lambda f: f.view("up.0").read().astype(np.float32),
     ),
     "held": (
-        lambda f: views.transposed(views.held(f.read("fused")), (2, 1, 0)),
-        lambda f: f.read("fused").transpose(2, 1, 0),
+        lambda f: views.transposed(views.held(f.view("fused").read()), (2, 1, 0)),
+        lambda f: f.view("fused").read().transpose(2, 1, 0),
     ),
 }  # fmt: skip
 
@@ -130,14 +118,13 @@ def test_every_box_is_numpys(case, folder):
     make, want = CASES[case][0](folder), CASES[case][1](folder)
     assert make.shape == want.shape
     assert make.dtype == want.dtype
-    assert sorted(make.order) == list(range(want.ndim))
     rng = np.random.default_rng(1)
     indices = [
         tuple(slice(*np.sort(rng.integers(0, size + 1, 2))) for size in want.shape)
         for _ in range(30)
     ]
-    for index in [None, *indices]:
-        part = want if index is None else want[index]
+    for index in [(), *indices]:
+        part = want[index]
         got = make.read(index)
         assert got.tobytes() == np.ascontiguousarray(part).tobytes()
         cast = make.read(index, np.float32)
@@ -145,53 +132,44 @@ def test_every_box_is_numpys(case, folder):
         assert np.array_equal(cast, part.astype(np.float32))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "far" not in case])
-def test_a_box_reads_its_share(case, folder, monkeypatch):
-    """Half of the slowest dim reads half of the bytes that the whole reads."""
-    make = CASES[case][0](folder)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "held"])
+def test_a_box_reads_its_share(case, folder):
+    """One index of the first dim reads its share of the bytes that the whole reads;
+    rows of heads also read what lies between them."""
+    view = CASES[case][0](folder)
     before = folder.bytes_read
-    make.read()
+    view.read()
     whole = folder.bytes_read - before
-    slow = make.order[0]
-    half = make.shape[slow] // 2
-    index = [slice(None)] * len(make.shape)
-    index[slow] = slice(0, half)
-    make.read(tuple(index))
+    view.read((slice(0, 1),))
     part = folder.bytes_read - before - whole
-    if case not in ("held", "no rows"):
-        assert whole > 0
-    assert part * make.shape[slow] <= whole * (half + (case == "rows of heads"))
+    assert part * view.shape[0] == whole > 0 or case == "far columns"
 
 
 def test_the_inverse_of_each_operation(folder):
-    up_efd, fused = stack(folder, "up"), folder.read("fused")
-    assert np.array_equal(views.item(up_efd, 0, 2).read(), folder.read("up.2"))
-    back = views.transposed(
-        views.transposed(folder.view("fused"), (2, 0, 1)), (1, 2, 0)
-    )
-    assert np.array_equal(back.read(), fused)
-    halves = [views.taken(folder.view("fused"), 2, part) for part in
-              (range(F), range(F, 2 * F))]  # fmt: skip
-    assert np.array_equal(views.joined(halves, 2).read(), fused)
-    rows = heads(2, 6)
-    there = views.taken(folder.view("down.1"), 0, rows)
-    assert np.array_equal(
-        views.taken(there, 0, np.argsort(rows)).read(), folder.read("down.1")
-    )
+    up_efd, fused = stack(folder, "up"), folder.arrays["fused"]
+    assert np.array_equal(views.item(up_efd, 0, 2).read(), folder.arrays["up.2"])
+    turned = views.transposed(folder.view("fused"), (2, 0, 1))
+    assert np.array_equal(views.transposed(turned, (1, 2, 0)).read(), fused)
+    for places in (
+        [range(F), range(F, 2 * F)],
+        [range(0, 2 * F, 2), range(1, 2 * F, 2)],
+    ):
+        halves = [views.taken(folder.view("fused"), 2, part) for part in places]
+        assert np.array_equal(views.joined(halves, 2, places).read(), fused)
+    there = views.taken(folder.view("down.1"), 0, heads(2, 6))
+    back = views.taken(there, 0, np.argsort(heads(2, 6)))
+    assert np.array_equal(back.read(), folder.arrays["down.1"])
 
 
 def test_different_tensors_are_not_put_together(folder):
     down, fused, up = map(folder.view, ("down.0", "fused", "up.0"))
+    message = r"must be equal; download"
     with pytest.raises(
-        ValueError, match=r"'fused' has shape \[5, 12, 16\], and .*down"
+        ValueError, match=rf"'fused' is float32\[5, 12, 16\].*{message}"
     ):
         views.stacked([down, fused])
-    with pytest.raises(ValueError, match=r"'up.0' is bfloat16, and .*'down.0' is f"):
-        views.stacked([down, up])
-    with pytest.raises(ValueError, match=r"'up.0' is bfloat16"):
-        views.joined([down, up], 0)
-    with pytest.raises(ValueError, match="must be equal but in dim 1"):
-        views.joined([down, folder.view("bias")], 1)
+    with pytest.raises(ValueError, match=rf"'up.0' is bfloat16.*{message}"):
+        views.joined([down, up], 0, [range(D), range(D, D + F)])
 
 
 @pytest.mark.parametrize("dtypes", [("f", "f"), (BF16, BF16), (BF16, "f"), ("f", BF16)])
@@ -204,5 +182,4 @@ def test_assign_is_a_copy_with_a_cast(dtypes):
                     np.zeros(values.shape[::-1], target).T):  # fmt: skip
             views.assign(out, values)
             assert np.array_equal(out, values.astype(target))
-    views.assign(np.zeros((0, 3)), np.zeros((3, 0)).T)
     views.assign(np.zeros(()), np.ones(()))

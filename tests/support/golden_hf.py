@@ -38,9 +38,9 @@ class Case(NamedTuple):
 def case(name: str) -> Case:
     """Return the case of a folder."""
     expected = dict(np.load(ROOT / name / "expected.npz"))
-    with open_model(ROOT / name) as model:
-        cfg = make_config(model.architecture.fields)
-        params, bias = map(read_all, (model.params, model.router_bias))
+    model = open_model(ROOT / name)
+    cfg = make_config(model.architecture.fields)
+    params, bias = map(read_all, (model.params, model.router_bias))
     ours = network(cfg)
     for views, arrays in ((ours.params, params), (ours.bias, bias)):
         shapes = [jax.tree.map(np.shape, each) for each in (views, arrays)]
@@ -68,16 +68,16 @@ def read_all(views: dict) -> dict:
 def as_published(name: str, arrays: dict) -> dict[str, np.ndarray]:
     """Return arrays like our parameters, such as their gradients, under the names and
     in the shapes of the folder's file. It leaves out correction biases."""
-    with open_model(ROOT / name) as model:
-        family = FAMILIES[model.architecture.family]
-        leaves = tree.as_leaves(arrays) | tree.as_leaves(model.router_bias)
-        leaves = {
-            path: leaf if isinstance(leaf, View) else held(np.asarray(leaf))
-            for path, leaf in leaves.items()
-        }
-        saved = tree.save(family, model.network, leaves)
-        return {
-            key: view.read()
-            for key, view in saved.items()
-            if not key.endswith("e_score_correction_bias")
-        }
+    model = open_model(ROOT / name)
+    family = FAMILIES[model.architecture.family]
+    leaves = tree.as_leaves(arrays) | tree.as_leaves(model.router_bias)
+    leaves = {
+        path: leaf if isinstance(leaf, View) else held(np.asarray(leaf))
+        for path, leaf in leaves.items()
+    }
+    saved = tree.save(family, model.network, leaves)
+    return {
+        key: view.read()
+        for key, view in saved.items()
+        if not key.endswith("e_score_correction_bias")
+    }

@@ -109,10 +109,10 @@ def read_configs(folder: pathlib.Path) -> None:
         make_config(network, record=architecture.record)
         if not path.name.startswith("tiny"):
             continue
-        with open_model(path) as model:
-            for leaf in tree.as_leaves(model.params).values():
-                assert isinstance(leaf, View)
-                assert not leaf.read().any()
+        model = open_model(path)
+        for leaf in tree.as_leaves(model.params).values():
+            assert isinstance(leaf, View)
+            assert not leaf.read().any()
 
 
 def _valid(path: pathlib.Path) -> bytes:

@@ -73,8 +73,8 @@ def read_tensors(folder: pathlib.Path) -> None:
 
     from moejax.interop.folder import TensorFolder
 
-    with TensorFolder(folder / "model") as opened:
-        got = {name: opened.read(name) for name in opened.entries}
+    opened = TensorFolder(folder / "model")
+    got = {name: opened.view(name).read() for name in opened.arrays}
     index = json.loads((folder / "model" / INDEX).read_bytes())
     want = {}
     for file in set(index["weight_map"].values()):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from moejax.interop.header import dtype_name
+from moejax.interop.header import DTYPES
 from moejax.interop.write import plan_folder, write_folder
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -29,11 +29,12 @@ def write_raw(
 
 def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
     """Write a safetensors file of arrays of any dtype, one after the other."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
     header, stop = {}, 0
     for name, array in arrays.items():
         start, stop = stop, stop + array.nbytes
         header[name] = {
-            "dtype": dtype_name(array.dtype),
+            "dtype": names[array.dtype],
             "shape": list(array.shape),
             "data_offsets": [start, stop],
         }

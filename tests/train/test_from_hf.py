@@ -178,9 +178,9 @@ def test_processes_compare_the_tensors_of_a_folder(published, tmp_path):
     """Their names, types and shapes are among the facts, but not their files."""
     cut, narrow, tensors = tmp_path / "cut", tmp_path / "narrow", []
     write_published(cut, max_shard_bytes=100_000)
-    with open_model(published) as opened:
-        trees = opened.params, opened.router_bias
-        write_model(narrow, opened.network, *trees, dtype="bfloat16")
+    opened = open_model(published)
+    trees = opened.params, opened.router_bias
+    write_model(narrow, opened.network, *trees, dtype="bfloat16")
     for folder in (published, cut, narrow):
         args = evaluate.parse([str(folder), "--files", "a"])
         found = cli.find(folder, None, [])

@@ -61,9 +61,8 @@ def headers_sha256(folder: pathlib.Path) -> str:
     """Return the sha256 of names, dtypes and shapes of a folder's tensors, which are
     checked against its config.json. No tensor is read. Raises a ValueError of one
     line."""
-    with open_model(folder) as published:
-        entries = published.folder.entries
-        lines = [f"{n} {e.dtype} {e.shape}" for n, e in sorted(entries.items())]
+    arrays = open_model(folder).folder.arrays
+    lines = [f"{n} {array.dtype} {array.shape}" for n, array in sorted(arrays.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -96,13 +95,13 @@ def read_params(
     abstract = abstract_state(run, optax.identity(), store)
     wanted = {"params": abstract.params, "router_bias": abstract.router_bias}
     begun_sec = time.monotonic()
-    with open_model(folder) as published:
-        for note in published.notes[len(published.architecture.notes) :]:
-            say(f"note: {note}")
-        total = sum(entry.num_bytes for entry in published.folder.entries.values())
-        with watch("reading", total, lambda: published.folder.bytes_read):
-            arrays = _to_tree(published, wanted)
-        num_bytes = published.folder.bytes_read
+    published = open_model(folder)
+    for note in published.notes[len(published.architecture.notes) :]:
+        say(f"note: {note}")
+    total = sum(array.nbytes for array in published.folder.arrays.values())
+    with watch("reading", total, lambda: published.folder.bytes_read):
+        arrays = _to_tree(published, wanted)
+    num_bytes = published.folder.bytes_read
     sec = time.monotonic() - begun_sec
     whose = " for the devices of this process" if are_several() else ""
     say(

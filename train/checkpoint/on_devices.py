@@ -6,37 +6,34 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.interop import boxes
-from moejax.interop.boxes import Box
-from moejax.interop.views import View, assign
+from moejax.interop.views import View, as_box, assign
 
 
 def as_views(tree: Any) -> Any:
     """Return a tree of arrays, all of whose parts are on devices of this process, as a
     tree of views."""
-    return jax.tree.map(_OnDevices, tree)
+    return jax.tree.map(_as_view, tree)
 
 
-class _OnDevices(View):
-    """An array on devices."""
-
-    def __init__(self, array: jax.Array):
-        order = tuple(range(array.ndim))
-        super().__init__(array.shape, array.dtype, order, "an array on devices")
-        shards = ((boxes.as_box(s.index, array.shape), s) for s in _own(array))
-        self._shards = dict(shards)  # one of those that hold the same
-
-    def fill(self, out: np.ndarray, box: Box) -> None:
-        for held, shard in self._shards.items():
-            part = boxes.common(box, held)
-            if part is None:
-                continue
-            start = np.int32([at.start for at in boxes.slices_in(part, held)])
-            # With an operand as start, one program serves all boxes of a shape.
-            values = jax.lax.dynamic_slice(shard.data, start, boxes.shape_of(part))
-            assign(out[boxes.slices_in(part, box)], np.asarray(values))
-
-
-def _own(array: jax.Array):
+def _as_view(array: jax.Array) -> View:
     assert array.is_fully_addressable, array.sharding
-    return array.addressable_shards
+    shard_by_box = {  # one of those that hold the same
+        as_box(shard.index, array.shape): shard.data
+        for shard in array.addressable_shards
+    }
+
+    def fill(out: np.ndarray, box: tuple[range, ...]) -> None:
+        for held, data in shard_by_box.items():
+            part = [
+                range(max(b.start, h.start), min(b.stop, h.stop))
+                for b, h in zip(box, held)
+            ]
+            if not all(part):
+                continue
+            start = np.int32([p.start - h.start for p, h in zip(part, held)])
+            # With an operand as start, one program serves all boxes of a shape.
+            values = jax.lax.dynamic_slice(data, start, tuple(map(len, part)))
+            at = [slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box)]
+            assign(out[tuple(at)], np.asarray(values))
+
+    return View(array.shape, array.dtype, "an array on devices", fill)

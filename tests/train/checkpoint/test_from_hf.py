@@ -52,12 +52,12 @@ def test_parameters_are_those_of_the_folder(published, mesh):
         jax.tree.map(
             np.testing.assert_array_equal, getattr(state, name), getattr(other, name)
         )
-    with open_model(published) as opened:
-        for name, view in named_leaves(opened.params).items():
-            given = named_leaves(params)[name]
-            np.testing.assert_array_equal(given, view.read())
-            (held,) = jax.tree.leaves(as_views(given))
-            np.testing.assert_array_equal(held.read(), view.read())
+    opened = open_model(published)
+    for name, view in named_leaves(opened.params).items():
+        given = named_leaves(params)[name]
+        np.testing.assert_array_equal(given, view.read())
+        (held,) = jax.tree.leaves(as_views(given))
+        np.testing.assert_array_equal(held.read(), view.read())
     (line,) = lines
     assert line.startswith(f"read {NUM_BYTES:,} bytes of {published} in ")
 
