@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from moejax.interop.architecture import FAMILIES  # noqa: E402
+from moejax.interop.families import FAMILIES  # noqa: E402
 from tools.launch.arguments import HelpFormatter, add_gin_flags  # noqa: E402
 from tools.published import check, export, import_run, logits  # noqa: E402
 from train.cli import add_checkpoint_flags  # noqa: E402

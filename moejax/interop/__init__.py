@@ -5,7 +5,10 @@ Runs, optimizers and programs belong in `train` and `tools`. docs/interop.md beg
 examples. Modules from top to bottom:
 
     published, export      a folder as a model, and a model as a folder
-    architecture, families config.json and tensors of each family: settings, table, tree
+    architecture           config.json as fields of a model
+    families               a table each: settings (settings, layer_keys, rope_json over
+                           config_json, fields) and rows (rows)
+    source, tree           tensors of a folder as weights, and as a tree of parameters
     arrays                 views as arrays on devices
     views, quantized       arrays that are not read yet
     folder, write, header  files

@@ -5,36 +5,14 @@ from typing import Any
 
 from moejax.interop import fields
 from moejax.interop.config_json import HARMLESS, ConfigJson
-from moejax.interop.families import (
-    deepseek_v2,
-    deepseek_v3,
-    ernie4_5_moe,
-    glm4_moe,
-    gpt_oss,
-    granitemoe,
-    llama4_text,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-)
-from moejax.interop.families.shared import Family
+from moejax.interop.families import FAMILIES, Family
 from moejax.interop.source import quantization
 from moejax.interop.strict_json import quoted
 
 CONFIG = "config.json"
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        mixtral, olmoe, qwen3_moe, qwen2_moe, granitemoe, glm4_moe, deepseek_v3,
-        deepseek_v2, ernie4_5_moe, gpt_oss, llama4_text,
-    )
-}  # fmt: skip
-"""Families by name, in the order in which one is looked for that can express a
-network."""
 HOLDING_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 """Dtype that holds the weights of a published one exactly."""
-LLAMA4 = "llama4"
+MULTIMODAL = "llama4"
 """The model_type of Llama-4 with a vision part; text_config describes the text part."""
 IMAGE_KEYS = frozenset(
     [
@@ -73,7 +51,7 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     that is not supported.
     """
     notes: tuple[str, ...] = ()
-    if record.get("model_type") == LLAMA4:
+    if record.get("model_type") == MULTIMODAL:
         record = _text_part(record, label)
         notes += ("The vision part is not imported; the text part is.",)
     family = _find_family(record, label)
@@ -85,7 +63,7 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     usual = "bfloat16" if kind is not None else "float32"
     published = config.choice(key, {name: name for name in HOLDING_DTYPES}, usual)
-    dropout = config.number("attention_dropout", 0.0, 0.0, above=False)
+    dropout = config.get("attention_dropout", "number from 0", 0.0, 0.0)
     config.finish()
     by_part = fields.nested(values)
     try:
@@ -113,20 +91,22 @@ def _text_part(record: dict[str, Any], label: str) -> dict[str, Any]:
     beside = {name: record[name] for name in names if record.get(name) is not None}
     if any(text.record.get(name) for name in ("torch_dtype", "dtype")):
         beside = {n: value for n, value in beside.items() if "dtype" not in n}
-    return {**text.record, **beside, "model_type": llama4_text.FAMILY.name}
+    return {**text.record, **beside, "model_type": "llama4_text"}
 
 
 def _find_family(record: dict[str, Any], label: str) -> Family:
     """Return the family of model_type, or else of the class that config.json names."""
     found, classes = record.get("model_type"), record.get("architectures")
     for family in FAMILIES.values():
-        if found in family.model_types:
+        if found in (family.name, *family.other_types):
             return family
     for family in FAMILIES.values():
         if isinstance(classes, list) and classes == [family.class_name]:
             return family
-    known = ", ".join(name for f in FAMILIES.values() for name in f.model_types)
+    known = ", ".join(
+        name for f in FAMILIES.values() for name in (f.name, *f.other_types)
+    )
     raise ValueError(
         f"{label}model_type={quoted(found)} is not supported: it must be one of "
-        f"{known}, {LLAMA4}"
+        f"{known}, {MULTIMODAL}"
     )

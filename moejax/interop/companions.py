@@ -17,8 +17,6 @@ COMPANIONS = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """Files that are copied with a model as they are."""
-MAX_BYTES = 2**28
-"""Bytes of such a file at most."""
 
 
 class TextIds(NamedTuple):
@@ -49,20 +47,10 @@ def read_text_ids(folder: pathlib.Path) -> TextIds:
 
 
 def read_companions(folder: pathlib.Path) -> dict[str, bytes]:
-    """Return the contents of those of COMPANIONS that a folder has, by name.
-
-    Raises ValueError for one that is larger than MAX_BYTES, or a link that leaves the
-    folder.
-    """
-    found = {}
-    for name in COMPANIONS:
-        if not (folder / name).is_file():
-            continue
-        path = resolve(folder, name)
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: remove it")
-        found[name] = path.read_bytes()
-    return found
+    """Return the contents of those of COMPANIONS that a folder has, by name. Raises
+    ValueError for a link that leaves the folder."""
+    present = (name for name in COMPANIONS if (folder / name).is_file())
+    return {name: resolve(folder, name).read_bytes() for name in present}
 
 
 def _ids(value: Any, name: str, folder: pathlib.Path) -> tuple[int, ...]:

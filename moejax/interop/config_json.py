@@ -1,13 +1,13 @@
 """Read config.json of a published model: each key with its type and range, and none
 unread.
 
-A key is *modelled* (a family reads it), *harmless* (HARMLESS: it does not change the
-function that the model computes), or unknown. An unknown key is refused unless it is
-off: null, false, or empty. Every error is one line with the key, its value and what is
-supported.
+A key is *modelled* (a family reads it, and RULES says what its value may be),
+*harmless* (HARMLESS: it does not change the function that the model computes), or
+unknown. An unknown key is refused unless it is off: null, false, or empty. Every error
+is one line with the key, its value and what is supported.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 from moejax.config.checks import MAX_LAYERS
@@ -53,6 +53,42 @@ MAX_WHOLE = 2**31 - 1
 MAX_NUMBER = 1e12
 
 
+def _whole(least: int, most: int = MAX_WHOLE) -> tuple[Callable[[Any], bool], str]:
+    """Return the rule of whole numbers in a range."""
+    return (
+        lambda value: type(value) is int and least <= value <= most,
+        f"must be a whole number from {least:,} to {most:,}",
+    )
+
+
+def _number(least: float, or_equal: bool) -> tuple[Callable[[Any], bool], str]:
+    """Return the rule of numbers above a limit, or also equal to it."""
+    return (
+        lambda value: (
+            type(value) in (int, float)
+            and (least < value or (or_equal and value == least))
+            and value <= MAX_NUMBER
+        ),
+        f"must be a number {'of at least' if or_equal else 'above'} {least:g} and at "
+        f"most {MAX_NUMBER:g}",
+    )
+
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "whole": _whole(1),
+    "layers": _whole(1, MAX_LAYERS),
+    "count": _whole(0),
+    "last layer": _whole(-1),
+    "number": _number(0, or_equal=False),
+    "number from 0": _number(0, or_equal=True),
+    "number from 1": _number(1, or_equal=True),
+    "flag": (lambda value: type(value) is bool, "must be true or false"),
+    "switch": (lambda value: type(value) in (bool, int), "must be true or false"),
+    "object": (lambda value: isinstance(value, dict), "must be an object"),
+}
+"""What a value of each kind must be: a test, and the words of the message."""
+
+
 class ConfigJson:
     """The keys of config.json, or of one object in it. It remembers which were read."""
 
@@ -84,58 +120,18 @@ class ConfigJson:
             raise self.error(key, f"{rule}: a model of this family needs it")
         return value
 
-    def whole(
-        self,
-        key: str,
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
-        least: int = 1,
-        most: int = MAX_WHOLE,
+    def get(
+        self, key: str, rule: str, default: Any = REQUIRED, null: Any = REQUIRED
     ) -> Any:
-        """Return a whole number, or what `take` says."""
-        value = self.take(key, default, null)
-        if key in self and not (_is_whole(value) and least <= value <= most):
-            raise self.error(key, f"must be a whole number from {least:,} to {most:,}")
-        return value
-
-    def number(
-        self,
-        key: str,
-        default: Any = REQUIRED,
-        null: Any = REQUIRED,
-        least: float = 0,
-        above: bool = True,
-    ) -> Any:
-        """Return a number above `least`, or also `least` itself unless `above`; or what
-        `take` says."""
+        """Return what `take` says. Raises ValueError for a value that breaks a rule of
+        RULES."""
         value = self.take(key, default, null)
         if key not in self:
             return value
-        is_number = isinstance(value, float | int) and not isinstance(value, bool)
-        if not (
-            is_number
-            and (value > least if above else value >= least)
-            and value <= MAX_NUMBER
-            and math.isfinite(value)
-        ):
-            rule = "above" if above else "of at least"
-            raise self.error(
-                key, f"must be a number {rule} {least:g} and at most {MAX_NUMBER:g}"
-            )
-        return float(value)
-
-    def flag(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return true or false, or the default where the key is absent."""
-        value = self.take(key, default, REQUIRED)
-        if key in self and not isinstance(value, bool):
-            raise self.error(key, "must be true or false")
-        return value
-
-    def whole_or_flag(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return a whole number from 0 on, or true or false."""
-        if isinstance(self.record.get(key), bool):
-            return self.flag(key)
-        return self.whole(key, default, least=0)
+        holds, text = RULES[rule]
+        if not holds(value):
+            raise self.error(key, text)
+        return float(value) if rule.startswith("number") else value
 
     def choice(self, key: str, values: dict[str, Any], default: Any = REQUIRED) -> Any:
         """Return what `values` says of a key's text, or the default where the key is
@@ -148,30 +144,24 @@ class ConfigJson:
             raise self.error(key, f"is not supported: it must be one of {named}")
         return values[value]
 
-    def wholes(self, key: str, most: int = MAX_LAYERS) -> Any:
-        """Return a list of whole numbers from 0 to `most`, or None."""
-        value = self.take(key)
-        if value is None:
+    def choices(self, key: str, values: dict[Any, Any], length: int | None) -> Any:
+        """Return what `values` says of each entry of a list, or None without one. The
+        list has an entry for each of `length` layers, or any number of them."""
+        found = self.take(key)
+        if found is None:
             return None
-        if not isinstance(value, list) or not all(
-            _is_whole(number) and 0 <= number <= most for number in value
-        ):
-            raise self.error(key, f"must be a list of whole numbers from 0 to {most:,}")
-        return value
-
-    def names(self, key: str, values: dict[str, Any], length: int) -> Any:
-        """Return what `values` says of each text of a list, or None."""
-        value = self.take(key)
-        if value is None:
-            return None
-        named = ", ".join(repr(name) for name in values)
-        if not isinstance(value, list) or not all(
-            isinstance(name, str) and name in values for name in value
-        ):
-            raise self.error(key, f"must be a list of {named}; others do not exist")
-        if len(value) != length:
-            raise self.error(key, f"must have {length:,} names, one for each layer")
-        return tuple(values[name] for name in value)
+        is_list = isinstance(found, list) and all(
+            type(entry) in (int, str) and entry in values for entry in found
+        )
+        if not is_list:
+            names = ", ".join(_shown(name) for name in list(values)[:4])
+            more = f", .. {list(values)[-1]}" if len(values) > 4 else ""
+            raise self.error(
+                key, f"must be a list of {names}{more}; others do not exist"
+            )
+        if length is not None and len(found) != length:
+            raise self.error(key, f"must have {length:,} entries, one for each layer")
+        return tuple(values[entry] for entry in found)
 
     def only(self, key: str, *values: object) -> None:
         """Raise ValueError unless a key is absent or has one of these values. Null
@@ -180,25 +170,24 @@ class ConfigJson:
         is_off = found is None and not (values and values[0])
         if key not in self.record or is_off:
             return
-        if not any(_is_same(found, value) for value in values):
+        if not any(
+            found == value and (type(found) is bool) == (type(value) is bool)
+            for value in values
+        ):
             named = " or ".join(_shown(value) for value in values) or "null"
             raise self.error(key, f"is not supported: it must be {named}")
 
     def object(self, key: str) -> "ConfigJson | None":
         """Return the object that is a key's value, or None."""
-        value = self.take(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(key, "must be an object")
-        return ConfigJson(value, f"{self._label}{key}: ")
+        value = self.get(key, "object", None, None)
+        return None if value is None else ConfigJson(value, f"{self._label}{key}: ")
 
     def finish(self, harmless: frozenset[str] = HARMLESS) -> None:
         """Raise ValueError for a key that was not read, is not harmless, and is not
         off."""
         for key in sorted(self._unread - harmless):
             value = self.record[key]
-            if value is None or value is False or (not value and _is_empty(value)):
+            if value in (None, "", [], {}) or value is False:
                 continue
             raise self.error(
                 key,
@@ -207,26 +196,8 @@ class ConfigJson:
             )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, str | list | dict)
-
-
-def _is_same(found: object, value: object) -> bool:
-    """Return whether a JSON value is a given one; 0.0 is 0, and false is not."""
-    if isinstance(found, bool) or isinstance(value, bool):
-        return found is value
-    return found == value
-
-
 def _shown(value: object) -> str:
     """Return a JSON value as one short line."""
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]
-    try:
-        return quoted(value)
-    except RecursionError:
-        return "a deeply nested value"
+    return quoted(value)

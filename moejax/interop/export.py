@@ -15,10 +15,10 @@ import numpy as np
 
 from moejax.config import Network
 from moejax.interop import fields, tree, views
-from moejax.interop.architecture import CONFIG, FAMILIES, as_architecture
+from moejax.interop.architecture import CONFIG, as_architecture
 from moejax.interop.companions import GENERATION
-from moejax.interop.families.shared import Family
-from moejax.interop.folder import INDEX
+from moejax.interop.families import FAMILIES, Family
+from moejax.interop.rope_json import KEYS as ROPE_KEYS
 from moejax.interop.settings import check_rest
 from moejax.interop.views import View
 from moejax.interop.write import MAX_SHARD_BYTES, Plan, plan_folder, write_folder
@@ -41,6 +41,7 @@ class Export:
     """A folder to be written: its tensors and its other files."""
 
     family: str
+    dtype: str
     plan: Plan
     tensors: Mapping[str, View]
     files: Mapping[str, bytes]
@@ -50,40 +51,21 @@ class Export:
         return self.tensors[name].read()
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A folder that was written."""
-
-    family: str
-    dtype: str
-    num_tensors: int
-    num_bytes: int
-    files: tuple[str, ...]
-    """Names of all files."""
-
-
 def write_model(
     out: str | os.PathLike,
     network: Network,
     params: Mapping[str, Any],
     router_bias: Mapping[str, Any],
     **options: Any,
-) -> Written:
-    """Write a folder, as `plan_model` says; `options` are its. All files are written,
-    or none.
+) -> Export:
+    """Write a folder, as `plan_model` says, and return what was written; `options` are
+    those of `plan_model`. All files are written, or none.
 
     Raises what `plan_model` and `write_folder` raise.
     """
     export = plan_model(network, params, router_bias, **options)
     write_folder(out, export.plan, export.value, export.files)
-    names = {*export.plan.files, *export.files}
-    if len(export.plan.files) > 1:
-        names.add(INDEX)
-    dtype = json.loads(export.files[CONFIG])["torch_dtype"]
-    num_tensors = len(export.tensors)
-    return Written(
-        export.family, dtype, num_tensors, export.plan.num_bytes, tuple(sorted(names))
-    )
+    return export
 
 
 def plan_model(
@@ -121,12 +103,12 @@ def plan_model(
         name: (_written_dtype(name, dtype), view.shape)
         for name, view in sorted(tensors.items())
     }
-    others = _check_files(files or {})
+    others = files or {}
     written = {CONFIG: _as_bytes(config | {"torch_dtype": dtype})}
     if GENERATION not in others:
         written[GENERATION] = _generation(config)
     plan = plan_folder(specs, max_shard_bytes)
-    return Export(chosen.name, plan, tensors, {**written, **others})
+    return Export(chosen.name, dtype, plan, tensors, {**others, **written})
 
 
 def make_config(
@@ -167,22 +149,17 @@ def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
     """Return the config.json of a network as this family. Raises ValueError if it
     cannot say what the network is."""
     values = fields.flatten(network)
-    if record is None:
-        config: dict[str, Any] = {
-            "max_position_embeddings": network.seq_len,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
-    else:
-        config = {key: value for key, value in record.items() if key not in DROPPED}
-    config["architectures"] = [family.class_name]
-    config["model_type"] = family.name
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # they are not written
     has_dense = "dense" in values["layers.ff"]
+    dropped = (*DROPPED, *ROPE_KEYS)
+    config = {key: v for key, v in (record or {}).items() if key not in dropped}
+    if record is None:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        config |= {"max_position_embeddings": network.seq_len, **dict.fromkeys(names)}
     for setting in family.settings:
         setting.write(values, config)
+    config |= {"architectures": [family.class_name], "model_type": family.name}
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # they are not written
     if not has_dense:
         values.pop("model.d_ff", None)
     check_rest(values)
@@ -221,14 +198,6 @@ def _as_view(leaf: Leaf, like: View, path: str) -> View:
     view = leaf if isinstance(leaf, View) else views.held(np.asarray(leaf))
     assert view.shape == like.shape, (path, view.shape, like.shape)
     return view
-
-
-def _check_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    for name in files:
-        is_plain = name == os.path.basename(name) and not name.startswith(".")
-        if not is_plain or name in (CONFIG, INDEX) or name.endswith(".safetensors"):
-            raise ValueError(f"file {name!r} cannot be beside the tensors: rename it")
-    return files
 
 
 def _generation(config: Mapping[str, Any]) -> bytes:

@@ -19,17 +19,17 @@ from moejax.config import Network
 from moejax.interop import fields, tree
 from moejax.interop.architecture import (
     CONFIG,
-    FAMILIES,
     Architecture,
     as_architecture,
 )
-from moejax.interop.export import Export, Written, plan_model, write_model
+from moejax.interop.export import Export, plan_model, write_model
+from moejax.interop.families import FAMILIES
 from moejax.interop.folder import TensorFolder, resolve
 from moejax.interop.source import Source
 from moejax.interop.strict_json import read_json
 
 __all__ = [
-    "Architecture", "Export", "PublishedModel", "Written", "open_model", "plan_model",
+    "Architecture", "Export", "PublishedModel", "open_model", "plan_model",
     "read_architecture", "write_model",
 ]  # fmt: skip
 

@@ -5,34 +5,31 @@ takes its values out again to write its keys; values that no setting takes must 
 that a family without that option has.
 """
 
-import abc
 import dataclasses
 from typing import Any
 
-from moejax.config.checks import MAX_LAYERS
 from moejax.interop.config_json import REQUIRED, ConfigJson
 from moejax.interop.fields import DEFAULTS, Values, title
 
 Record = dict[str, Any]
 
 
-class Setting(abc.ABC):
+class Setting:
     """Some keys of config.json and the fields that they say."""
 
-    @abc.abstractmethod
     def read(self, config: ConfigJson, values: Values) -> None:
         """Set fields by keys. Raises ValueError, one line, for a value that is not
         supported."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def write(self, values: Values, record: Record) -> None:
-        """Take fields out of the values, and set the keys that say them. Raises
+        """Take fields out of the values, and set the keys that say them, if any. Raises
         ValueError, one line, for a value that the keys cannot say."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Setting):
-    """A key whose whole number is a field."""
+class Key(Setting):
+    """A key whose number is a field."""
 
     key: str
     field: str
@@ -40,41 +37,26 @@ class Whole(Setting):
     """Value if the key is absent."""
     null: Any = REQUIRED
     """Value if it is null."""
-    other_keys: tuple[str, ...] = ()
+    rule: str = "whole"
+    """Rule of RULES."""
+    others: tuple[str, ...] = ()
     """Other names of the key; all that are there must agree."""
 
     def read(self, config, values) -> None:
-        most = MAX_LAYERS if self.field == "model.num_layers" else 2**31 - 1
-        keys = [key for key in (self.key, *self.other_keys) if key in config]
-        found = [config.whole(key, most=most) for key in keys]
-        for key in {self.key, *self.other_keys} - set(keys):
+        given = [key for key in (self.key, *self.others) if key in config]
+        for key in self.others:
             config.take(key)
-        if not found:
-            found = [config.take(self.key, self.default, self.null)]
-        for key, value in zip(keys, found):
+        found = [config.get(key, self.rule) for key in given]
+        for key, value in zip(given, found):
             if value != found[0]:
-                raise config.error(key, f"contradicts {keys[0]}={found[0]}")
-        values[self.field] = found[0]
+                raise config.error(key, f"contradicts {given[0]}={found[0]}")
+        values[self.field] = (
+            found[0] if found else config.take(self.key, self.default, self.null)
+        )
 
     def write(self, values, record) -> None:
-        for key in self.other_keys:
+        for key in self.others:
             record.pop(key, None)
-        record[self.key] = values.pop(self.field)
-
-
-@dataclasses.dataclass(frozen=True)
-class Number(Setting):
-    """A key whose number, above 0, is a field."""
-
-    key: str
-    field: str
-    default: Any = REQUIRED
-    null: Any = REQUIRED
-
-    def read(self, config, values) -> None:
-        values[self.field] = config.number(self.key, self.default, self.null)
-
-    def write(self, values, record) -> None:
         record[self.key] = values.pop(self.field)
 
 
@@ -89,14 +71,13 @@ class Flag(Setting):
     on: Any = True
 
     def read(self, config, values) -> None:
-        is_on = config.flag(self.key, self.default)
+        is_on = config.get(self.key, "flag", self.default)
         values[self.field] = self.on if is_on else self.off
 
     def write(self, values, record) -> None:
         value = values.pop(self.field)
         if value not in (self.off, self.on):
-            allowed = f"{self.off!r} or {self.on!r}"
-            raise inexpressible(self.field, value, allowed)
+            raise inexpressible(self.field, value, f"{self.off!r} or {self.on!r}")
         record[self.key] = value == self.on
 
 
@@ -118,32 +99,42 @@ class Constant(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Only(Setting):
-    """A key that is supported with one value alone, or with several that mean the same.
-    The first one is written, if the key is new and `is_written`."""
+    """A key that is supported with one value alone, or only null. The value is written
+    if `is_written`."""
 
     key: str
-    values: tuple[object, ...]
+    value: object
     is_written: bool = True
 
     def read(self, config, values) -> None:
-        config.only(self.key, *self.values)
+        config.only(self.key, *(() if self.value is None else (self.value,)))
 
     def write(self, values, record) -> None:
-        if self.is_written and self.values:
-            record.setdefault(self.key, self.values[0])
+        if self.is_written and self.value is not None:
+            record[self.key] = self.value
 
 
 @dataclasses.dataclass(frozen=True)
 class Ignored(Setting):
-    """A key that changes nothing beside the other keys of its family."""
+    """Keys that change nothing beside the other keys of their family."""
 
-    key: str
+    keys: tuple[str, ...]
 
     def read(self, config, values) -> None:
-        config.take(self.key)
+        for key in self.keys:
+            config.take(key)
+
+
+class KeyHeads(Setting):
+    """The number of key heads: that of query heads if it is not given."""
+
+    def read(self, config, values) -> None:
+        num_heads = values["model.num_heads"]
+        num = config.get("num_key_value_heads", "whole", num_heads, num_heads)
+        values["model.num_kv_heads"] = num
 
     def write(self, values, record) -> None:
-        """Leave the key as it is."""
+        record["num_key_value_heads"] = values.pop("model.num_kv_heads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,47 +149,14 @@ class HeadDim(Setting):
     def read(self, config, values) -> None:
         heads, width = values["model.num_heads"], values["model.d_model"]
         even = REQUIRED if width % heads else width // heads
-        values["model.head_dim"] = config.whole("head_dim", self.default or even, even)
+        default = self.default or even
+        values["model.head_dim"] = config.get("head_dim", "whole", default, even)
 
     def write(self, values, record) -> None:
         head_dim = values.pop("model.head_dim")
         total = head_dim * record["num_attention_heads"]
         if self.is_usual or total != record["hidden_size"]:
             record["head_dim"] = head_dim
-        else:
-            record.pop("head_dim", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class DensePrefix(Setting):
-    """The number of dense layers before all others, which are MoE layers."""
-
-    key: str
-    default: int
-
-    def read(self, config, values) -> None:
-        num_layers = values["model.num_layers"]
-        num = min(config.whole(self.key, self.default, least=0), num_layers)
-        values["layers.ff"] = ("dense",) * num + ("moe",) * (num_layers - num)
-
-    def write(self, values, record) -> None:
-        kinds = values["layers.ff"]
-        num = kinds.index("moe")
-        if "dense" in kinds[num:]:
-            raise ValueError("a dense layer after an MoE layer: all must be before")
-        record[self.key] = num
-        values["layers.ff"] = ("moe",)
-
-
-class FullAttention(Setting):
-    """Kinds of attention, in families that have full attention alone."""
-
-    def read(self, config, values) -> None:
-        num_layers = values["model.num_layers"]
-        config.names("layer_types", {"full_attention": "full"}, num_layers)
-
-    def write(self, values, record) -> None:
-        """Leave the key as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,10 +164,10 @@ class SharedExperts(Setting):
     """The number of shared experts that are as wide as a routed one."""
 
     key: str
-    default: Any = 0
+    default: int
 
     def read(self, config, values) -> None:
-        num = config.whole(self.key, self.default, null=0, least=0)
+        num = config.get(self.key, "count", self.default, 0)
         values["moe.num_shared_experts"] = num
 
     def write(self, values, record) -> None:
@@ -219,6 +177,80 @@ class SharedExperts(Setting):
             multiple = f"a multiple of Moe.d_expert={d_expert} all together"
             raise inexpressible("moe.d_shared", width, multiple)
         record[self.key] = width // d_expert if num else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSharedExpert(Setting):
+    """The one shared expert. `key` is its width; None: that of a routed one."""
+
+    key: str | None = None
+
+    def read(self, config, values) -> None:
+        values["moe.num_shared_experts"] = 1
+        if self.key is not None:
+            values["moe.d_shared"] = config.get(self.key, "whole")
+
+    def write(self, values, record) -> None:
+        num, width = values.pop("moe.num_shared_experts"), values.pop("moe.d_shared")
+        if not num or (self.key is None and width != record["intermediate_size"]):
+            allowed = "1 or more" if self.key else "1, as wide as others"
+            raise inexpressible("moe.num_shared_experts", num, allowed)
+        if self.key is not None:
+            record[self.key] = width
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups(Setting):
+    """The groups of experts that a choice is limited to; null is one group."""
+
+    num_groups: int = 1
+    """Number of groups if it is not given."""
+    top_groups: int = 1
+    can_be_greedy: bool = False
+    """Whether topk_method may say that there are no groups (DeepSeek-V2)."""
+
+    def read(self, config, values) -> None:
+        num_groups = config.get("n_group", "whole", self.num_groups, 1)
+        top_groups = config.get("topk_group", "whole", self.top_groups, 1)
+        if self.can_be_greedy:
+            methods = {"greedy": False, "group_limited_greedy": True}
+            if not config.choice("topk_method", methods, False):
+                num_groups = top_groups = 1
+        values["router.num_groups"] = num_groups
+        values["router.top_groups"] = top_groups
+
+    def write(self, values, record) -> None:
+        record["n_group"] = values.pop("router.num_groups")
+        record["topk_group"] = values.pop("router.top_groups")
+        if self.can_be_greedy:
+            has_groups = record["n_group"] > 1
+            record["topk_method"] = "group_limited_greedy" if has_groups else "greedy"
+
+
+class AttentionMultiplier(Setting):
+    """The softmax scale of Granite, which is always given."""
+
+    def read(self, config, values) -> None:
+        values["attention.scale"] = config.get("attention_multiplier", "number", 1.0)
+
+    def write(self, values, record) -> None:
+        width = record["hidden_size"] // record["num_attention_heads"]
+        usual = record.get("head_dim", width) ** -0.5
+        record["attention_multiplier"] = values.pop("attention.scale") or usual
+
+
+class SmallestSum(Setting):
+    """The least sum by which ERNIE divides gates, which no sum is below: the gates of
+    top_k experts sum to at least top_k / num_experts."""
+
+    MAX = 1e-6
+
+    def read(self, config, values) -> None:
+        if config.get("moe_norm_min", "number from 0", 1e-12) > self.MAX:
+            raise config.error("moe_norm_min", f"must be at most {self.MAX:g}")
+
+    def write(self, values, record) -> None:
+        record["moe_norm_min"] = 1e-12
 
 
 def inexpressible(field: str, value: object, allowed: str) -> ValueError:

@@ -9,7 +9,7 @@ import numpy as np
 from moejax.config import Network
 from moejax.interop import quantized, views
 from moejax.interop.config_json import ConfigJson
-from moejax.interop.families.shared import Family
+from moejax.interop.families import EMBEDDING, HEAD, Family
 from moejax.interop.folder import TensorFolder
 from moejax.interop.strict_json import quoted
 from moejax.interop.views import View
@@ -48,7 +48,7 @@ class Source:
         self._folder, self._family, self._kind = folder, family, quantized_as
         self._unused = set(folder.arrays)
         prefix = family.text_prefix
-        self._prefix = prefix if prefix + family.top[0] in folder.arrays else ""
+        self._prefix = prefix if prefix + EMBEDDING in folder.arrays else ""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> View:
         """Return a tensor as weights, in float32 if some of the folder are quantised:
@@ -127,7 +127,7 @@ class Source:
         name = name.removeprefix(self._prefix)
         if BUFFERS.search(name):
             return ""
-        if name == family.top[2] and network.model.tie_embeddings:
+        if name == HEAD and network.model.tie_embeddings:
             return "tie_word_embeddings is true, so that the head is the embedding"
         if not family.has_extra_layers:
             return None

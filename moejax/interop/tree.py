@@ -11,8 +11,8 @@ import numpy as np
 
 from moejax.config import Network
 from moejax.interop import views
-from moejax.interop.families.shared import Family
-from moejax.interop.table import Row
+from moejax.interop.families import Family, top_rows
+from moejax.interop.rows import Row
 from moejax.interop.views import View
 
 Leaves = dict[str, View]
@@ -39,7 +39,7 @@ def load(family: Family, network: Network, tensor: TensorOf) -> tuple[Leaves, Le
     """Return parameters and biases of routers, made from tensors; zeros if the family
     has no such biases."""
     leaves: Leaves = {}
-    for row in top_rows(family, network):
+    for row in top_rows(network):
         leaves |= row.load([tensor(name, row.shape) for name in row.tensors])
     layers: dict[str, list[View]] = {}
     for layer in _layers(network):
@@ -58,7 +58,7 @@ def save(family: Family, network: Network, leaves: Leaves) -> dict[str, View]:
     """Return the tensors by name, made from parameters and biases of routers. A bias
     that the family does not have is left out."""
     tensors: dict[str, View] = {}
-    for row in top_rows(family, network):
+    for row in top_rows(network):
         tensors |= row.save(leaves)
     for layer in _layers(network):
         for row in _rows(family, network, layer):
@@ -84,16 +84,6 @@ def abstract(family: Family, network: Network) -> tuple[Leaves, Leaves]:
 def has_bias(family: Family, network: Network) -> bool:
     """Return whether the family has a bias that moves the choice of experts."""
     return any(BIAS in row.params for row in family.layer(network, True))
-
-
-def top_rows(family: Family, network: Network) -> list[Row]:
-    """Return the rows outside of layers."""
-    embed, norm, head = family.top
-    v, d = network.model.vocab_size, network.model.d_model
-    rows = [Row((embed,), (v, d), ("embed_vd",)), Row((norm,), (d,), ("norm.scale_d",))]
-    if not network.model.tie_embeddings:
-        rows.append(Row((head,), (v, d), ("head_vd",)))
-    return rows
 
 
 def bias_path(network: Network) -> str:
@@ -139,7 +129,7 @@ def _layers(network: Network) -> Iterator[Layer]:
 
 def _rows(family: Family, network: Network, layer: Layer) -> list[Row]:
     """Return the rows of a layer, with whole names of tensors."""
-    at = family.layer_name.format(layer.index)
+    at = f"model.layers.{layer.index}."
     rows = family.layer(network, layer.moe_row is not None)
     return [
         Row(tuple(at + name for name in row.tensors), row.shape, row.params, row.steps)

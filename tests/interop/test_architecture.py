@@ -12,8 +12,9 @@ from flax import nnx
 from moejax import axes
 from moejax.config import Attention, Mla, Model, Moe, Network, Rope, Router
 from moejax.interop import fields, tree
-from moejax.interop.architecture import CONFIG, FAMILIES, as_architecture
+from moejax.interop.architecture import CONFIG, as_architecture
 from moejax.interop.export import make_config
+from moejax.interop.families import FAMILIES
 from moejax.interop.published import read_architecture
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
@@ -241,9 +242,9 @@ BAD = [
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 must be at most 1e-06"),
     ("gpt_oss", {"rope_parameters": None}, "rope_scaling is ambiguous: say the"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false is not supported"),
-    ("gpt_oss", {"layer_types": ["full_attention"]}, "must have 2 names, one for each"),
-    ("llama4_text", {"moe_layers": [0, 5]}, "must be a list of whole numbers from 0"),
-    ("llama4_text", {"no_rope_layers": [1, 1]}, "must have 3 numbers"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "must have 2 entries, one for ea"),
+    ("llama4_text", {"moe_layers": [0, 5]}, "must be a list of 0, 1, 2; others do"),
+    ("llama4_text", {"no_rope_layers": [1, 1]}, "must have 3 entries"),
     ("llama4_text", {"no_rope_layers": [0, 0, 0]}, "has chunks in a layer without"),
 ]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3"}

@@ -17,7 +17,7 @@ def test_the_examples_of_the_page_run(published, repo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "olmoe").symlink_to(published / "olmoe")
     exec(compile(models, "interop.md", "exec"), names)
-    assert names["written"].num_bytes == 67072
+    assert names["written"].plan.num_bytes == 67072
     exec(compile(read, "interop.md", "exec"), names)
     assert names["arrays"]["gate_ledf"].shape == (2, 8, 32, 16)
     want = load_file(published / "olmoe" / SINGLE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.interop import fields, tree
-from moejax.interop.architecture import FAMILIES
+from moejax.interop.families import FAMILIES
 from moejax.interop.folder import TensorFolder
 from moejax.interop.published import open_model, plan_model, read_architecture
 from tests.support.block_formats import decode_fp8, decode_mxfp4

@@ -13,7 +13,7 @@ import numpy as np
 
 from moejax.config import Config, Data, Dispatch, Train
 from moejax.interop import fields, tree
-from moejax.interop.architecture import FAMILIES
+from moejax.interop.families import FAMILIES
 from moejax.interop.published import open_model
 from moejax.interop.views import View, held
 from tests.support.plain_model import network

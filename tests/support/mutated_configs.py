@@ -7,8 +7,9 @@ import random
 
 from moejax.config import Mla, Model, Moe, Network, Router
 from moejax.interop import tree
-from moejax.interop.architecture import CONFIG, FAMILIES
+from moejax.interop.architecture import CONFIG
 from moejax.interop.export import make_config, write_model
+from moejax.interop.families import FAMILIES
 from moejax.interop.fields import make_network
 from moejax.interop.published import open_model, read_architecture
 from moejax.interop.views import View

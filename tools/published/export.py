@@ -21,7 +21,7 @@ from moejax.interop.companions import (
     TOKENIZER_CONFIG,
     read_companions,
 )
-from moejax.interop.export import WRITTEN_DTYPES, Written
+from moejax.interop.export import WRITTEN_DTYPES, Export
 from moejax.interop.published import read_architecture
 from moejax.interop.write import require_new
 from moejax.model.flops import num_params
@@ -145,19 +145,19 @@ def _as_bytes(record: dict) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
 
 
-def report(args: argparse.Namespace, written: Written, step: int, sec: float) -> dict:
+def report(args: argparse.Namespace, written: Export, step: int, sec: float) -> dict:
     """Print what was written, and return it as a record."""
-    num_files = sum(name.endswith(".safetensors") for name in written.files)
+    num_files, num_bytes = len(written.plan.files), written.plan.num_bytes
     print(
         f"{args.out}: {written.family} of step {step}, {written.dtype}, "
-        f"{written.num_bytes:,} bytes of tensors, files: {num_files}, {sec:.1f} s"
+        f"{num_bytes:,} bytes of tensors, files: {num_files}, {sec:.1f} s"
     )
     return {
         "out": str(args.out),
         "step": step,
         "family": written.family,
         "dtype": written.dtype,
-        "num_bytes": written.num_bytes,
+        "num_bytes": num_bytes,
         "num_files": num_files,
         "sec": sec,
     }
