@@ -28,6 +28,7 @@ WRITTEN_DTYPES = {
 }  # fmt: skip
 CORRECTION = "e_score_correction_bias"
 """End of the names of biases that move the choice of experts."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DROPPED = ("quantization_config", "auto_map", "dtype", "torch_dtype", "text_config")
 """Keys that do not hold of what is written: weights are not quantised, and no code is
 in the folder."""
@@ -99,16 +100,18 @@ def plan_model(
     chosen, config = make_config(network, family, record)
     leaves = _leaves(chosen, network, params, router_bias)
     tensors = tree.save(chosen, network, leaves)
-    specs = {
-        name: (_written_dtype(name, dtype), view.shape)
-        for name, view in sorted(tensors.items())
-    }
-    others = files or {}
-    written = {CONFIG: _as_bytes(config | {"torch_dtype": dtype})}
-    if GENERATION not in others:
-        written[GENERATION] = _generation(config)
+    specs = {}
+    for name, view in sorted(tensors.items()):
+        kept = "float32" if name.endswith(CORRECTION) else dtype
+        specs[name] = WRITTEN_DTYPES[kept], view.shape
     plan = plan_folder(specs, max_shard_bytes)
-    return Export(chosen.name, dtype, plan, tensors, {**others, **written})
+    ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    written = {
+        GENERATION: _as_bytes({"_from_model_config": True, **ids}),
+        **(files or {}),
+        CONFIG: _as_bytes(config | {"torch_dtype": dtype}),
+    }
+    return Export(chosen.name, dtype, plan, tensors, written)
 
 
 def make_config(
@@ -153,8 +156,8 @@ def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
     dropped = (*DROPPED, *ROPE_KEYS)
     config = {key: v for key, v in (record or {}).items() if key not in dropped}
     if record is None:
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        config |= {"max_position_embeddings": network.seq_len, **dict.fromkeys(names)}
+        config = {"max_position_embeddings": network.seq_len}
+        config |= dict.fromkeys(TOKEN_IDS)
     for setting in family.settings:
         setting.write(values, config)
     config |= {"architectures": [family.class_name], "model_type": family.name}
@@ -169,21 +172,17 @@ def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
     return config
 
 
-def _written_dtype(name: str, dtype: str) -> np.dtype:
-    """Return the dtype in which a tensor is written: float32 for correction biases."""
-    return WRITTEN_DTYPES["float32" if name.endswith(CORRECTION) else dtype]
-
-
 def _leaves(family: Family, network: Network, params, router_bias) -> tree.Leaves:
     """Return all leaves as views, checked against the shapes of the network."""
     shapes, bias_shapes = tree.abstract(family, network)
     given, given_bias = tree.as_leaves(params), tree.as_leaves(router_bias)
     assert given.keys() == shapes.keys(), given.keys() ^ shapes.keys()
     assert given_bias.keys() == bias_shapes.keys()
-    leaves = {
-        path: _as_view(leaf, (shapes | bias_shapes)[path], path)
-        for path, leaf in (given | given_bias).items()
-    }
+    leaves = {}
+    for path, leaf in (given | given_bias).items():
+        view = leaf if isinstance(leaf, View) else views.held(np.asarray(leaf))
+        assert view.shape == (shapes | bias_shapes)[path].shape, path
+        leaves[path] = view
     if not tree.has_bias(family, network):
         bias_le = leaves.pop(tree.bias_path(network)).read()
         if bias_le.any():
@@ -192,18 +191,6 @@ def _leaves(family: Family, network: Network, params, router_bias) -> tree.Leave
                 "run is not zero (Router.bias_rate): name another family"
             )
     return leaves
-
-
-def _as_view(leaf: Leaf, like: View, path: str) -> View:
-    view = leaf if isinstance(leaf, View) else views.held(np.asarray(leaf))
-    assert view.shape == like.shape, (path, view.shape, like.shape)
-    return view
-
-
-def _generation(config: Mapping[str, Any]) -> bytes:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: config[name] for name in names if config.get(name) is not None}
-    return _as_bytes({"_from_model_config": True, **ids})
 
 
 def _as_bytes(record: Mapping[str, Any]) -> bytes:

@@ -108,9 +108,9 @@ def top_rows(net: Network) -> Rows:
 def settings(
     *own: Setting,
     eps: float = 1e-6,
-    heads: Setting = HeadDim(),  # noqa: B008
-    rope: Setting = RopeKeys(),  # noqa: B008
-    attention: Setting = FullAttention(),  # noqa: B008
+    heads: Setting | None = None,
+    rope: Setting | None = None,
+    attention: Setting | None = None,
     is_tied: bool = False,
 ) -> tuple[Setting, ...]:
     """Return the settings that all families have, and those of one."""
@@ -123,9 +123,9 @@ def settings(
         KeyHeads(),
         Key("rms_norm_eps", "model.norm_eps", eps, rule="number"),
         Flag("tie_word_embeddings", "model.tie_embeddings", is_tied),
-        heads,
-        rope,
-        attention,
+        heads or HeadDim(),
+        rope or RopeKeys(),
+        attention or FullAttention(),
         *own,
     )
 

@@ -8,6 +8,10 @@ import dataclasses
 from moejax.config.checks import MAX_LAYERS
 from moejax.interop.settings import Setting, inexpressible
 
+SLIDING = {"sliding_attention": "sliding", "full_attention": "full"}
+CHUNKED = {"chunked_attention": "chunked", "full_attention": "full"}
+"""Kinds of attention by the names in layer_types of GPT-OSS and of Llama-4."""
+
 
 class FfLayers(Setting):
     """Kinds of layers by a rule, which says for each layer whether it is MoE."""
@@ -117,11 +121,9 @@ class FullAttention(Setting):
 class SlidingLayers(Setting):
     """Windows of GPT-OSS in the layers that layer_types says, or in every other one."""
 
-    KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # noqa: RUF012
-
     def read(self, config, values) -> None:
         num_layers = values["model.num_layers"]
-        kinds = config.choices("layer_types", self.KINDS, num_layers) or tuple(
+        kinds = config.choices("layer_types", SLIDING, num_layers) or tuple(
             ("sliding", "full")[i % 2] for i in range(num_layers)
         )
         values["layers.attention"] = kinds
@@ -131,7 +133,7 @@ class SlidingLayers(Setting):
             values["attention.sliding_window"] = window
 
     def write(self, values, record) -> None:
-        titles = {kind: title for title, kind in self.KINDS.items()}
+        titles = {kind: title for title, kind in SLIDING.items()}
         kinds = values.pop("layers.attention")
         for kind in kinds:
             if kind not in titles:
@@ -143,8 +145,6 @@ class SlidingLayers(Setting):
 class ChunkedLayers(Setting):
     """Kinds of attention of Llama-4: chunks and RoPE, or neither."""
 
-    KINDS = {"chunked_attention": "chunked", "full_attention": "full"}  # noqa: RUF012
-
     def read(self, config, values) -> None:
         num_layers = values["model.num_layers"]
         step = config.get("no_rope_layer_interval", "whole", 4)
@@ -154,7 +154,7 @@ class ChunkedLayers(Setting):
         else:
             rope = config.choices("no_rope_layers", {0: 0, 1: 1}, num_layers)
         rope = rope or [int((i + 1) % step != 0) for i in range(num_layers)]
-        kinds = config.choices("layer_types", self.KINDS, num_layers) or tuple(
+        kinds = config.choices("layer_types", CHUNKED, num_layers) or tuple(
             "chunked" if has_rope else "full" for has_rope in rope
         )
         if ("chunked", 0) in zip(kinds, rope):

@@ -1,164 +1,103 @@
-"""Test that tensors become parameters and parameters tensors, and that what does not
-fit config.json is one line."""
+"""Test that tensors and config.json must agree, in one line where they do not, and that
+published forms are read: quantised, with layers for multi-token prediction, with a part
+for images."""
 
-import dataclasses
 import json
-import pathlib
+import math
+import re
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from moejax.config import Network
-from moejax.interop import tree
-from moejax.interop.architecture import CONFIG, as_architecture
+from moejax.interop import fields, tree
+from moejax.interop.architecture import CONFIG
 from moejax.interop.families import FAMILIES
-from moejax.interop.fields import make_network
-from moejax.interop.published import open_model, plan_model, write_model
-from moejax.interop.views import View
-from tests.support.mutated_configs import GOLDEN, TINY
-from tests.support.tensor_folders import BF16, E4M3, SINGLE, edit_json, write_arrays
+from moejax.interop.folder import TensorFolder
+from moejax.interop.published import (
+    open_model,
+    plan_model,
+    read_architecture,
+    write_model,
+)
+from tests.support.block_formats import decode_fp8, decode_mxfp4
+from tests.support.golden_hf import ROOT
+from tests.support.mutated_configs import TINY, write_tiny
+from tests.support.run_main import ROOT as REPO
+from tests.support.tensor_folders import (
+    BF16,
+    E4M3,
+    SINGLE,
+    edit_json,
+    write_arrays,
+    write_raw,
+)
+from tools import hf
 
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+"""quantization_config of DeepSeek-V3 and Kimi-K2, as published."""
+MXFP4 = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}  # fmt: skip
+"""quantization_config of GPT-OSS, as published."""
+WIDTHS = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim",
+    "v_head_dim",
+)  # fmt: skip
+KEPT_WHOLE = r"(embed_tokens|lm_head|norm|gate)\.weight$|bias$|eh_proj|shared_head"
+"""Tensors that FP8 checkpoints hold as bfloat16 or float32."""
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-def random_trees(name: str, network: Network, seed: int = 0) -> list[dict]:
-    """Return random parameters and biases of routers."""
-    random = np.random.default_rng(seed)
-    trees = []
-    for leaves in tree.abstract(FAMILIES[name], network):
-        trees.append(
-            tree.as_tree(
-                {
-                    path: random.standard_normal(leaf.shape).astype(np.float32)
-                    for path, leaf in leaves.items()
-                }
-            )
-        )
-    if not tree.has_bias(FAMILIES[name], network):
-        trees[1] = jax.tree.map(np.zeros_like, trees[1])
-    return trees
-
-
-def read_all(views: dict) -> dict:
-    return jax.tree.map(View.read, views, is_leaf=lambda leaf: isinstance(leaf, View))
-
-
-def require_same(one: dict, other: dict) -> None:
-    def same(a, b):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert a.tobytes() == b.tobytes()
-
-    jax.tree.map(same, one, other)
-
-
-@pytest.fixture
-def mixtral(tmp_path: pathlib.Path) -> pathlib.Path:
-    network = TINY["mixtral"]
-    trees = random_trees("mixtral", network)
-    write_model(tmp_path / "model", network, *trees, dtype="float32")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def deepseek(tmp_path: pathlib.Path) -> pathlib.Path:
-    network = TINY["deepseek_v3"]
-    trees = random_trees("deepseek_v3", network)
-    write_model(tmp_path / "model", network, *trees, dtype="float32")
-    return tmp_path / "model"
-
-
-def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    model = open_model(folder)
-    return {name: model.folder.view(name).read() for name in model.folder.arrays}
-
-
-def rewrite(folder: pathlib.Path, **changes: np.ndarray | None) -> None:
-    """Write the tensors of a folder again, with some changed or, if None, removed."""
-    arrays = read_tensors(folder) | changes
-    arrays = {name: value for name, value in arrays.items() if value is not None}
-    write_arrays(folder / SINGLE, arrays)
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
-def test_export_and_import_of_every_family(name, tmp_path):
-    """Parameters come back bit for bit, from one file and from many, in float32 and,
-    rounded once, in bfloat16."""
-    record = json.loads((GOLDEN / name / CONFIG).read_text())
-    architecture = as_architecture(record, "")
-    network = make_network(architecture.fields)
-    trees = random_trees(architecture.family, network)
-    options = {"record": record, "files": {"tokenizer.json": b"{}"}}
-    one = write_model(tmp_path / "a", network, *trees, dtype="float32", **options)
-    assert list(one.plan.files) == [SINGLE]
-    model = open_model(tmp_path / "a")
-    assert model.network == network
-    assert model.notes == ()
-    require_same(read_all(model.params), trees[0])
-    require_same(read_all(model.router_bias), trees[1])
-    views = model.params, model.router_bias
-    many = write_model(
-        tmp_path / "b", network, *views, dtype="bfloat16", max_shard_bytes=20_000,
-        **options,
-    )  # fmt: skip
-    assert len(many.plan.files) > 2
-    model = open_model(tmp_path / "b")
-    assert model.architecture.dtype == "bfloat16"
-    rounded = jax.tree.map(lambda x: x.astype(BF16), trees[0])
-    require_same(read_all(model.params), rounded)
-    require_same(read_all(model.router_bias), trees[1])  # always float32
-
-
-def test_every_published_folder_is_written_as_it_is(published, tmp_path):
-    folders = sorted(path.parent for path in published.glob(f"*/{SINGLE}"))
-    assert len(folders) >= 14
-    for folder in folders:
-        for spelling in ("config.json", "config_v4.json"):
-            out = tmp_path / f"{folder.name}-{spelling}"
-            model = open_model(folder)
-            record = json.loads((folder / spelling).read_text())
-            write_model(
-                out, model.network, model.params, model.router_bias,
-                record=record, dtype="float32",
-            )  # fmt: skip
-            first = read_all(model.params), read_all(model.router_bias)
-            assert (out / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
-            again = open_model(out)
-            require_same(read_all(again.params), first[0])
-            require_same(read_all(again.router_bias), first[1])
-            assert again.network == model.network
-            ids = json.loads((folder / "generation_config.json").read_text())
-            got = json.loads((out / "generation_config.json").read_text())
-            assert got.items() <= ids.items()
-
-
-def test_leaves_may_be_arrays_of_jax(mixtral, tmp_path):
-    model = open_model(mixtral)
-    params = jax.tree.map(jax.numpy.asarray, read_all(model.params))
-    out = tmp_path / "out"
-    write_model(out, model.network, params, model.router_bias, dtype="float32")
-    for name in (SINGLE, CONFIG):
-        assert (out / name).read_bytes() == (mixtral / name).read_bytes()
-
-
-def test_what_cannot_be_written_is_one_line(mixtral, tmp_path):
-    model = open_model(mixtral)
-    args = model.network, model.params
-    moved = jax.tree.map(
-        lambda view: np.ones(view.shape, np.float32), model.router_bias,
-        is_leaf=lambda leaf: isinstance(leaf, View),
-    )  # fmt: skip
-    bad = [
-        ({"dtype": "float16"}, model.router_bias, "dtype 'float16': it must be"),
-        ({}, moved, "mixtral has no correction bias of the router"),
-    ]
-    for options, bias, message in bad:
-        with pytest.raises(ValueError, match=message):
-            write_model(tmp_path / "out", *args, bias, **{"dtype": "float32"} | options)
-    assert not (tmp_path / "out").exists()
-
-
 W1 = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+
+
+def read_folder(name: str):
+    """Return the config.json in the published spelling, and the tensors."""
+    config = json.loads((ROOT / name / "config_v4.json").read_text())
+    return config, dict(TensorFolder(ROOT / name).arrays)
+
+
+def write(folder, config, tensors, **changes):
+    """Write a folder of a model, and return it."""
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config | changes))
+    write_arrays(folder / SINGLE, tensors)
+    return folder
+
+
+def read_params(folder) -> tuple[dict, dict]:
+    """Return all parameters, and the routers' biases."""
+    model = open_model(folder)
+    trees = model.params, model.router_bias
+    return jax.tree.map(lambda view: view.read(dtype=np.float32), trees)
+
+
+def check_same_params(folder, plain) -> None:
+    both = map(read_params, (folder, plain))
+    jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def refuse(folder, message: str) -> None:
+    """Require that a folder is refused in one line."""
+    with pytest.raises(ValueError, match=message) as error:
+        open_model(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    write_tiny(tmp_path / "model", "mixtral", TINY["mixtral"])
+    return tmp_path / "model"
 
 
 @pytest.mark.parametrize(
@@ -175,11 +114,11 @@ W1 = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_the_configuration(name, value, message, mixtral):
-    rewrite(mixtral, **{name: value})
-    with pytest.raises(ValueError) as error:
-        open_model(mixtral)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    arrays = dict(TensorFolder(mixtral).arrays) | {name: value}
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    (mixtral / SINGLE).unlink()
+    write_arrays(mixtral / SINGLE, arrays)
+    refuse(mixtral, re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -191,158 +130,311 @@ def test_tensors_that_contradict_the_configuration(name, value, message, mixtral
         ({"num_key_value_heads": 2}, "has shape [4, 8], and config.json says [8, 8]"),
         ({"vocab_size": 9}, "has shape [8, 8], and config.json says [9, 8]"),
         ({"num_hidden_layers": 4000, "num_local_experts": 1000}, "says [1000, 8]"),
+        ({"tie_word_embeddings": False}, "has no tensor 'lm_head.weight'"),
     ],
 )  # fmt: skip
 def test_configurations_that_contradict_the_tensors(change, message, mixtral):
     edit_json(mixtral / CONFIG, **change)
-    with pytest.raises(ValueError) as error:
-        open_model(mixtral)
-    assert message in str(error.value)
+    refuse(mixtral, re.escape(message))
 
 
-def test_a_tied_head_may_be_there_or_not(mixtral):
-    head = np.zeros((8, 8), "f")
-    edit_json(mixtral / CONFIG, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match=r"has no tensor 'lm_head.weight'"):
-        open_model(mixtral)
-    edit_json(mixtral / CONFIG, tie_word_embeddings=True)
-    rewrite(mixtral, **{"lm_head.weight": head})
-    model = open_model(mixtral)
-    (note,) = model.notes
+def test_a_head_beside_a_tied_embedding_is_read_past(mixtral):
+    arrays = dict(TensorFolder(mixtral).arrays)
+    (mixtral / SINGLE).unlink()
+    write_arrays(mixtral / SINGLE, arrays | {"lm_head.weight": np.ones((8, 8), "f")})
+    (note,) = open_model(mixtral).notes
     assert "'lm_head.weight': tie_word_embeddings is true" in note
-    assert "head_vd" not in model.params
     edit_json(mixtral / CONFIG, tie_word_embeddings=False)
     model = open_model(mixtral)
     assert model.notes == ()
-    assert np.array_equal(model.params["head_vd"].read(), head)
+    assert model.params["head_vd"].read().all()
 
 
-def test_layers_for_more_tokens_and_buffers_are_read_past(deepseek):
-    extra = {
-        "model.layers.2.eh_proj.weight": np.zeros((8, 16), "f"),
-        "model.layers.2.mlp.gate.weight": np.zeros((2, 8), "f"),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(1, "f"),
-    }
-    arrays = read_tensors(deepseek)
-    write_arrays(deepseek / SINGLE, arrays | extra)
-    with pytest.raises(ValueError, match=r"has tensor 'model.layers.2.eh_proj.weight'"):
-        open_model(deepseek)
-    edit_json(deepseek / CONFIG, num_nextn_predict_layers=1)
-    model = open_model(deepseek)
-    (note,) = model.notes
-    assert note.startswith("2 tensors are read past")
-    assert "multi-token prediction" in note
-    record = model.architecture.record
-    views = model.params, model.router_bias
-    export = plan_model(model.network, *views, record=record, dtype="float32")
-    assert set(export.tensors) == set(arrays)
-    assert json.loads(export.files[CONFIG])["num_nextn_predict_layers"] == 0
-
-
-@pytest.mark.parametrize("scale_dtype", [np.float32, BF16])
-def test_fp8_blocks(scale_dtype, tmp_path):
-    """Products that have weight_scale_inv are decoded, and rounded when written."""
-    network = TINY["deepseek_v3"]
-    network = dataclasses.replace(
-        network, model=dataclasses.replace(network.model, d_model=136, d_ff=130)
-    )
-    trees = random_trees("deepseek_v3", network)
-    folder = tmp_path / "model"
-    write_model(folder, network, *trees, dtype="bfloat16")
-    arrays, expected = read_tensors(folder), {}
-    random = np.random.default_rng(1)
-    for name, array in list(arrays.items()):
-        if not name.endswith("_proj.weight"):
-            continue
-        rows, columns = (-(-size // 128) for size in array.shape)
-        scale = random.random((rows, columns)).astype(scale_dtype)
-        arrays[name] = array.astype(E4M3)
-        arrays[f"{name}_scale_inv"] = scale
-        whole = scale.astype("f").repeat(128, axis=0).repeat(128, axis=1)
-        whole = whole[: array.shape[0], : array.shape[1]]
-        expected[name] = arrays[name].astype("f") * whole
-    write_arrays(folder / SINGLE, arrays)
-    with pytest.raises(
-        ValueError, match=r"quantization_config in config.json does not"
+def test_what_cannot_be_written_is_one_line(mixtral, tmp_path):
+    model = open_model(mixtral)
+    moved = {"cycles": {"blocks": {0: {"moe": {"bias_e": np.ones((2, 2), "f")}}}}}
+    for bias, dtype, message in (
+        (model.router_bias, "float16", "dtype 'float16': it must be"),
+        (moved, "float32", "mixtral has no correction bias of the router"),
     ):
-        open_model(folder)
-    how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    edit_json(folder / CONFIG, quantization_config=how | {"activation_scheme": "d"})
-    model = open_model(folder)
-    assert model.notes == ("Weights are fp8 in blocks, and are decoded as they are "
-                           "read.",)  # fmt: skip
-    record, views = model.architecture.record, (model.params, model.router_bias)
+        with pytest.raises(ValueError, match=message):
+            write_model(
+                tmp_path / "out", model.network, model.params, bias, dtype=dtype
+            )
+    assert not (tmp_path / "out").exists()
+
+
+def test_leaves_may_be_arrays_of_jax(mixtral, tmp_path):
+    model = open_model(mixtral)
+    params = jax.tree.map(lambda view: jax.numpy.asarray(view.read()), model.params)
     out = tmp_path / "out"
-    write_model(out, model.network, *views, record=record, dtype="float32")
-    assert "quantization_config" not in json.loads((out / CONFIG).read_text())
-    got = read_tensors(out)
-    assert got.keys() == {name for name in arrays if not name.endswith("_scale_inv")}
-    for name, array in got.items():
-        want = expected.get(name, arrays[name]).astype("f")
-        assert np.array_equal(array, want), name
+    write_model(out, model.network, params, model.router_bias, dtype="float32")
+    for name in (SINGLE, CONFIG):
+        assert (out / name).read_bytes() == (mixtral / name).read_bytes()
 
 
-def test_mxfp4_experts(tmp_path):
-    """Experts of GPT-OSS as blocks [e, out, in / 32, 16] and scales."""
-    record = json.loads((GOLDEN / "gpt_oss" / CONFIG).read_text())
-    network = make_network(as_architecture(record, "").fields)
-    folder, random = tmp_path / "model", np.random.default_rng(2)
-    trees = random_trees("gpt_oss", network)
-    write_model(folder, network, *trees, record=record, dtype="bfloat16")
-    arrays, expected = read_tensors(folder), {}
-    values = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = np.concatenate([values, -values])
-    for name in [name for name in arrays if name.endswith("_proj")]:
-        e, into, out = arrays.pop(name).shape
-        codes = random.integers(0, 16, (e, out, into // 32, 32), dtype=np.uint8)
-        scales = random.integers(120, 135, codes.shape[:3], dtype=np.uint8)
-        arrays[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        arrays[f"{name}_scales"] = scales
-        weights = values[codes] * np.exp2(scales.astype("f") - 127)[..., None]
-        expected[name] = weights.reshape(e, out, into).swapaxes(1, 2)
-    write_arrays(folder / SINGLE, arrays)
-    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    edit_json(folder / CONFIG, quantization_config=how)
+def in_fp8(rng, tensors):
+    """Return tensors of a DeepSeek-V3 folder with FP8 weights, and the same decoded.
+    Some scales are bfloat16, as Qwen3 has them."""
+    quantized, plain = {}, {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2 or re.search(KEPT_WHOLE, name):
+            kept = tensor if "correction_bias" in name else tensor.astype(BF16)
+            quantized[name] = plain[name] = kept
+            continue
+        # No code is NaN.
+        codes = rng.choice(np.delete(np.arange(256), [127, 255]), tensor.shape)
+        blocks = [-(-size // 128) for size in tensor.shape]
+        scale = (2.0 ** rng.uniform(-12, -4, blocks)).astype(np.float32)
+        if name.endswith("o_proj.weight"):
+            scale = scale.astype(BF16)
+        codes = codes.astype(np.uint8)
+        plain[name] = decode_fp8(codes, scale.astype(np.float32))
+        quantized |= {name: codes.view(E4M3), f"{name}_scale_inv": scale}
+    return quantized, plain
+
+
+def widened(config, tensors, times: int):
+    """Return the configuration and random tensors of a model with wider parts."""
+    rng = np.random.default_rng(0)
+    config = config | {key: times * config[key] for key in WIDTHS}
+    wide = {}
+    for name, tensor in tensors.items():
+        shape = [times * size for size in tensor.shape]
+        if re.search(r"(embed_tokens|lm_head|mlp\.gate)\.|correction_bias", name):
+            shape[0] = tensor.shape[0]  # tokens or experts
+        wide[name] = rng.standard_normal(shape).astype(np.float32)
+    return config, wide
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_fp8_weights_are_codes_times_scales_of_blocks(times, tmp_path):
+    """All blocks of the tiny model are partial. In the one that is six times as wide
+    tensors have up to three blocks, and the last one is partial: blocks have 128 rows,
+    where transformers 5.23 divides the rows evenly among the scales."""
+    config, tensors = widened(*read_folder("deepseek_v3"), times)
+    quantized, plain = in_fp8(np.random.default_rng(1), tensors)
+    assert sum(name.endswith("scale_inv") for name in quantized) == 72
+    folder = write(tmp_path / "fp8", config, quantized, quantization_config=FP8)
+    check_same_params(folder, write(tmp_path / "plain", config, plain))
+    (note,) = open_model(folder).notes
+    assert note.startswith("Weights are fp8 in blocks, and are decoded")
     model = open_model(folder)
-    got = read_all(model.params)["cycles"]["blocks"]
-    both = np.stack([expected[f"model.layers.{i}.mlp.experts.gate_up_proj"]
-                     for i in (0, 1)])  # fmt: skip
-    moe = got[1]["moe"]
-    assert np.array_equal(moe["gate_edf"], both[..., ::2])
-    assert np.array_equal(moe["up_edf"], both[..., 1::2])
-    views = model.params, model.router_bias
-    record = model.architecture.record
-    export = plan_model(model.network, *views, record=record, dtype="float32")
-    for name, want in expected.items():
-        assert np.array_equal(export.value(name), want)
-    edit_json(folder / CONFIG, quantization_config=None)
-    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.0.mlp.experts"):
-        open_model(folder)
+    export = plan_model(
+        model.network, model.params, model.router_bias, dtype="float32",
+        record=model.architecture.record,
+    )  # fmt: skip
+    assert "quantization_config" not in json.loads(export.files[CONFIG])
+    for name, array in plain.items():
+        np.testing.assert_array_equal(export.value(name), array.astype(np.float32))
+
+
+def in_mxfp4(rng, tensors):
+    """Return tensors of a GPT-OSS folder with MXFP4 experts, the same decoded, and what
+    the definition says for each layer: [e, 2f, d] and [e, d, f]."""
+    quantized, plain, layers = {}, {}, {}
+    for name, tensor in tensors.items():
+        quantized[name] = plain[name] = tensor.astype(BF16)
+        if not name.endswith("_proj"):
+            continue
+        e, into, out = tensor.shape
+        blocks = rng.integers(0, 256, (e, out, into // 32, 16), np.uint8)
+        scales = rng.integers(115, 135, (e, out, into // 32), np.uint8)
+        del quantized[name]
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        decoded = decode_mxfp4(blocks, scales)
+        plain[name] = np.ascontiguousarray(decoded.swapaxes(1, 2))
+        layers.setdefault(name.split(".")[2], {})[name.split(".")[-1]] = decoded
+    expected = [(each["gate_up_proj"], each["down_proj"]) for each in layers.values()]
+    return quantized, plain, expected
+
+
+def test_mxfp4_experts_are_codes_times_scales_of_groups(tmp_path, capfd):
+    """gate_up_proj_blocks [e, 2f, d/32, 16] holds gate and up in turns, and
+    down_proj_blocks [e, d, f/32, 16] the transpose of our down_efd. Scale 255 makes a
+    group NaN (Microscaling Formats 1.0, section 5.4.1), which a check finds."""
+    config, tensors = read_folder("gpt_oss")
+    quantized, plain, expected = in_mxfp4(np.random.default_rng(2), tensors)
+    folder = write(tmp_path / "mxfp4", config, quantized, quantization_config=MXFP4)
+    check_same_params(folder, write(tmp_path / "plain", config, plain))
+    params, _ = read_params(folder)
+    moe = params["cycles"]["blocks"][1]["moe"]
+    for layer, (into_ehd, out_edf) in enumerate(expected):
+        gate_efd, up_efd = into_ehd[:, ::2], into_ehd[:, 1::2]
+        for ours, by_definition in (
+            ("gate_edf", gate_efd), ("up_edf", up_efd), ("down_efd", out_edf),
+        ):  # fmt: skip
+            turned = by_definition.swapaxes(1, 2)
+            np.testing.assert_array_equal(moe[ours][layer], turned)
+    assert hf.main(["check", str(folder)]) == 0
+    scales = quantized["model.layers.1.mlp.experts.down_proj_scales"].copy()
+    scales[3, 5, 0] = 255
+    quantized["model.layers.1.mlp.experts.down_proj_scales"] = scales
+    bad = write(tmp_path / "bad", config, quantized, quantization_config=MXFP4)
+    assert hf.main(["check", str(bad)]) == 2
+    assert "down_proj' has 32 values that are not finite" in capfd.readouterr().err
+
+
+DOWN = "model.layers.1.mlp.experts.down_proj"
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+DENSE = "model.layers.0.mlp.down_proj.weight"
+WRONG_CODES = {
+    "fp8: no scale": ("deepseek_v3", {f"{DENSE}_scale_inv": None}, {}, "scale_inv"),
+    "fp8: not said": ("deepseek_v3", {}, {"quantization_config": None},
+                      "quantization_config"),
+    "fp8: scales": ("deepseek_v3", {f"{DENSE}_scale_inv": np.ones((2, 1), "f")}, {},
+                    "quantisation in config.json is another one"),
+    "mxfp4: scales": ("gpt_oss", {f"{GATE_UP}_scales": np.zeros((8, 64, 1), "u1")}, {},
+                      "gate_up_proj_scales"),
+    "mxfp4: blocks": ("gpt_oss", {f"{GATE_UP}_blocks": np.zeros((8, 64, 2, 8), "u1")},
+                      {}, "gate_up_proj_blocks"),
+    "mxfp4: dtype": ("gpt_oss", {f"{DOWN}_scales": np.zeros((8, 64, 1), "f")}, {},
+                     "down_proj_scales"),
+    "mxfp4: not said": ("gpt_oss", {}, {"quantization_config": None}, "has no tensor"),
+    "mxfp4: groups": ("gpt_oss", {}, {"intermediate_size": 48}, "shape|groups of 32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_CODES)
+def test_codes_that_do_not_fit_are_refused(case, tmp_path):
+    """No code is read as a weight without its scales and the word of config.json."""
+    name, arrays, changes, message = WRONG_CODES[case]
+    config, tensors = read_folder(name)
+    rng = np.random.default_rng(5)
+    quantized = (in_fp8 if name == "deepseek_v3" else in_mxfp4)(rng, tensors)[0]
+    quantized = {k: v for k, v in (quantized | arrays).items() if v is not None}
+    how = {"quantization_config": FP8 if name == "deepseek_v3" else MXFP4} | changes
+    refuse(write(tmp_path / "folder", config, quantized, **how), message)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fp8"),
+    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False)],
+)
+def test_layers_for_multi_token_prediction_are_read_past(name, is_fp8, tmp_path):
+    """DeepSeek-V3 and GLM-4.5 publish such a layer after the last one."""
+    config, tensors = read_folder(name)
+    number, d, v = config["num_hidden_layers"], config["hidden_size"], 128
+    last, at = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    shapes = {
+        "enorm.weight": (d,), "eh_proj.weight": (d, 2 * d),
+        "embed_tokens.weight": (v, d), "shared_head.norm.weight": (d,),
+        "shared_head.head.weight": (v, d),
+    }  # fmt: skip
+    extra = {k.replace(last, at): x for k, x in tensors.items() if k.startswith(last)}
+    extra |= {at + key: np.zeros(shape, "f") for key, shape in shapes.items()}
+    changes = {"num_nextn_predict_layers": 1}
+    if is_fp8:
+        tensors, _ = in_fp8(np.random.default_rng(4), tensors)
+        extra, _ = in_fp8(np.random.default_rng(5), extra)
+        changes["quantization_config"] = FP8
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1, "f")
+    plain = write(tmp_path / "plain", config, tensors, **changes)
+    folder = write(tmp_path / "extended", config, tensors | extra, **changes)
+    check_same_params(folder, plain)
+    notes = set(open_model(folder).notes) - set(open_model(plain).notes)
+    assert ["multi-token prediction" in note for note in notes] == [True]
+    edit_json(folder / CONFIG, num_nextn_predict_layers=0)
+    refuse(folder, "they belong to different models")
 
 
 def test_the_text_part_of_a_multimodal_folder(tmp_path):
-    record = json.loads((GOLDEN / "llama4_text" / CONFIG).read_text())
-    network = make_network(as_architecture(record, "").fields)
-    folder = tmp_path / "model"
-    trees = random_trees("llama4_text", network)
-    write_model(folder, network, *trees, record=record, dtype="float32")
-    arrays = read_tensors(folder)
+    text, tensors = read_folder("llama4_text")
     images = ("vision_model.patch.weight", "multi_modal_projector.linear_1.weight")
-    both = {f"language_model.{name}": array for name, array in arrays.items()}
-    write_arrays(folder / SINGLE, both | {n: np.zeros(3, "f") for n in images})
-    text = record | {"dtype": None}
+    both = {f"language_model.{name}": array for name, array in tensors.items()}
     whole = {
-        "model_type": "llama4", "text_config": text, "vision_config": {},
-        "dtype": "float32",
+        "model_type": "llama4", "text_config": text, "vision_config": {"hidden": 3},
+        "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
+        "tie_word_embeddings": False,
     }  # fmt: skip
-    (folder / CONFIG).write_text(json.dumps(whole))
+    arrays = both | {name: np.zeros(3, "f") for name in images}
+    folder = write(tmp_path / "folder", whole, arrays)
+    check_same_params(folder, ROOT / "llama4_text")
     model = open_model(folder)
-    require_same(read_all(model.params), trees[0])
-    assert len(model.notes) == 2
+    assert "vision part is not imported" in model.notes[0]
     assert "2 tensors are read past" in model.notes[1]
-    views = model.params, model.router_bias
     out, record = tmp_path / "out", model.architecture.record
-    write_model(out, model.network, *views, record=record, dtype="float32")
-    again = read_tensors(out)
-    assert again.keys() == arrays.keys()
+    trees = model.params, model.router_bias
+    write_model(out, model.network, *trees, record=record, dtype="float32")
     assert json.loads((out / CONFIG).read_text())["model_type"] == "llama4_text"
+    assert (out / SINGLE).read_bytes() == (ROOT / "llama4_text" / SINGLE).read_bytes()
+    for change, message in (
+        ({"text_config": None}, "text_config is missing|text_config=null is missing"),
+        ({"image_gate": 3}, "image_gate=3 is unknown"),
+    ):
+        edit_json(folder / CONFIG, **whole | change)
+        refuse(folder, message)
+
+
+def sizes_on_disk(name: str):
+    """Return dtype and shape of each tensor of a published model, whose config.json is
+    in tests/golden/published, quantised as that says, and the path of config.json."""
+    source = REPO / "tests" / "golden" / "published" / name
+    architecture = read_architecture(source)
+    network = fields.make_network(architecture.fields)
+    trees = tree.abstract(FAMILIES[architecture.family], network)
+    export = plan_model(
+        network, *map(tree.as_tree, trees), dtype="bfloat16", record=architecture.record
+    )
+    sizes = {}
+    for key, view in export.tensors.items():
+        e, rest = view.shape[0], view.shape[1:]
+        if architecture.quantization == "mxfp4" and key.endswith("_proj"):
+            into, out = rest
+            sizes[f"{key}_blocks"] = "U8", (e, out, into // 32, 16)
+            sizes[f"{key}_scales"] = "U8", (e, out, into // 32)
+        elif architecture.quantization == "fp8" and not re.search(KEPT_WHOLE, key):
+            sizes[key] = "F8_E4M3", view.shape
+            blocks = tuple(-(-size // 128) for size in view.shape)
+            sizes[f"{key}_scale_inv"] = "F32", blocks
+        else:
+            dtype = "F32" if key.endswith("correction_bias") else "BF16"
+            sizes[key] = dtype, view.shape
+    return source / CONFIG, sizes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_bytes"),
+    [
+        ("gpt_oss_120b", 687, 65_248_815_744),  # published: 60.8 GiB
+        ("deepseek_v3", 90_427, 673_150_611_808),
+    ],
+)
+def test_a_folder_of_the_full_size_opens(name, num_tensors, num_bytes, tmp_path):
+    """The file is sparse: it has a header and nothing else."""
+    config, sizes = sizes_on_disk(name)
+    widths, header, stop = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}, {}, 0
+    for key, (dtype, shape) in sizes.items():
+        start, stop = stop, stop + widths[dtype] * math.prod(shape)
+        header[key] = {
+            "dtype": dtype, "shape": list(shape), "data_offsets": [start, stop],
+        }  # fmt: skip
+    assert (len(sizes), stop) == (num_tensors, num_bytes)
+    write_raw(tmp_path / SINGLE, header)
+    with (tmp_path / SINGLE).open("r+b") as file:
+        file.truncate((tmp_path / SINGLE).stat().st_size + stop)
+    (tmp_path / CONFIG).write_bytes(config.read_bytes())
+    model = open_model(tmp_path)
+    for leaf in jax.tree.leaves((model.params, model.router_bias)):
+        corner = tuple(slice(size - 1, size) for size in leaf.shape)
+        assert not leaf.read(corner).any()
+    assert model.folder.bytes_read < 2**20
+
+
+def test_the_examples_of_the_page_run(published, repo, tmp_path, monkeypatch):
+    page = (repo / "docs" / "interop.md").read_text()
+    models, read, written = re.findall(
+        r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    names: dict = {}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "olmoe").symlink_to(published / "olmoe")
+    exec(compile(models, "interop.md", "exec"), names)
+    assert names["written"].plan.num_bytes == 67072
+    exec(compile(read, "interop.md", "exec"), names)
+    want = load_file(published / "olmoe" / SINGLE)
+    one = want["model.layers.1.mlp.experts.7.gate_proj.weight"]
+    assert np.array_equal(np.asarray(names["arrays"]["gate_ledf"])[1, 7], one.T)
+    exec(compile(written, "interop.md", "exec"), names)
+    assert load_file(tmp_path / "out" / SINGLE)["lm_head.weight"].sum() == 128 * 64

@@ -12,7 +12,6 @@ import safetensors
 from safetensors.numpy import load_file, save
 
 from moejax.interop import write
-from moejax.interop.folder import TensorFolder
 from moejax.interop.write import plan_folder, write_folder
 from tests.support.tensor_folders import BF16, INDEX, SINGLE, make_arrays, write_shards
 
@@ -58,16 +57,6 @@ def test_the_same_tensors_give_the_same_bytes(tmp_path):
     assert first == read_all(write_shards(tmp_path / "b", make_arrays()))
 
 
-def test_read_and_written_again_a_folder_is_the_same(tmp_path):
-    folder = write_shards(tmp_path / "a", make_arrays())
-    opened = TensorFolder(folder)
-    arrays = {name: opened.view(name).read() for name in opened.arrays}
-    again = write_shards(tmp_path / "b", dict(sorted(arrays.items())))
-    opened = TensorFolder(again)
-    for name, array in arrays.items():
-        assert opened.view(name).read().tobytes() == array.tobytes()
-
-
 def test_files_are_filled_in_order():
     f32 = np.dtype(np.float32)
     plan = plan_folder({"z": (f32, (5,)), "b": (BF16, (5,)), "a": (BF16, (5,)),
@@ -88,18 +77,6 @@ def test_values_are_rounded_to_the_planned_dtype(tmp_path, monkeypatch):
     assert got["a"].tobytes() == x.astype(BF16).tobytes()
     assert np.array_equal(got["b"], x.T)
     assert (tmp_path / "m" / "config.json").read_bytes() == b"{}"
-
-
-def test_values_are_asked_for_one_by_one(tmp_path):
-    plan = plan_folder(specs(make_arrays()), 120)
-    asked = []
-
-    def value(name):
-        asked.append(name)
-        return make_arrays()[name]
-
-    write_folder(tmp_path / "m", plan, value, {})
-    assert asked == plan.names
 
 
 def test_a_folder_with_files_is_not_overwritten(tmp_path):
