@@ -10,7 +10,6 @@ Dims of tensors on disk, [out, in] for products:
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -110,20 +109,18 @@ class Row:
     """Paths in our tree, with dots, within a layer likewise."""
     steps: tuple[Step, ...] = ()
 
-    def load(self, tensors: Sequence[View]) -> dict[str, View]:
+    def load(self, arrays: list[View]) -> list[View]:
         """Return our parameters, made from the tensors."""
-        arrays = list(tensors)
         for step in self.steps:
             arrays = step.load(arrays)
-        return dict(zip(self.params, arrays, strict=True))
+        return arrays
 
-    def save(self, params: dict[str, View]) -> dict[str, View]:
-        """Return the tensors, made from a dict that has our parameters."""
-        arrays = [params[name] for name in self.params]
+    def save(self, arrays: list[View]) -> list[View]:
+        """Return the tensors, made from our parameters."""
         for step in reversed(self.steps):
             arrays = step.save(arrays)
         assert all(array.shape == self.shape for array in arrays), self
-        return dict(zip(self.tensors, arrays, strict=True))
+        return arrays
 
 
 Rows = list[Row]

@@ -4,8 +4,9 @@ Our tree has the layers of the dense prefix and of each place in the cycle stack
 those of all MoE layers in their order. Paths have dots: cycles.blocks.0.moe.gate_edf.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,34 +20,25 @@ Leaves = dict[str, View]
 """Views of parameters by path."""
 TensorOf = Callable[[str, tuple[int, ...]], View]
 """Signature of tensor(name, shape) -> view."""
+Place = tuple[str, int | None]
+"""Path of a parameter in our tree, and the layer's index in an array of stacked
+layers; None outside of layers."""
 BIAS = "moe.bias_e"
 """Path within a layer of the bias that moves the choice of experts."""
-
-
-class Layer(NamedTuple):
-    """A layer, and where its parameters are."""
-
-    index: int
-    place: str
-    """Path of its block in our tree."""
-    row: int
-    """Its index among the layers of that block."""
-    moe_row: int | None
-    """Its index among the MoE layers; None: it is dense."""
 
 
 def load(family: Family, network: Network, tensor: TensorOf) -> tuple[Leaves, Leaves]:
     """Return parameters and biases of routers, made from tensors; zeros if the family
     has no such biases."""
     leaves: Leaves = {}
-    for row in top_rows(network):
-        leaves |= row.load([tensor(name, row.shape) for name in row.tensors])
     layers: dict[str, list[View]] = {}
-    for layer in _layers(network):
-        for row in _rows(family, network, layer):
-            tensors = [tensor(name, row.shape) for name in row.tensors]
-            for param, view in row.load(tensors).items():
-                layers.setdefault(_path(network, layer, param), []).append(view)
+    for row, places in _placed_rows(family, network):
+        arrays = row.load([tensor(name, row.shape) for name in row.tensors])
+        for (path, index), array in zip(places, arrays, strict=True):
+            if index is None:
+                leaves[path] = array
+            else:
+                layers.setdefault(path, []).append(array)
     leaves |= {path: views.stacked(parts) for path, parts in layers.items()}
     shape = network.model.num_moe_layers, network.moe.num_experts
     zeros = views.held(np.zeros(shape, np.float32))
@@ -58,18 +50,37 @@ def save(family: Family, network: Network, leaves: Leaves) -> dict[str, View]:
     """Return the tensors by name, made from parameters and biases of routers. A bias
     that the family does not have is left out."""
     tensors: dict[str, View] = {}
-    for row in top_rows(network):
-        tensors |= row.save(leaves)
-    for layer in _layers(network):
-        for row in _rows(family, network, layer):
-            params = {
-                param: views.item(
-                    leaves[_path(network, layer, param)], 0, _row(layer, param)
-                )
-                for param in row.params
-            }
-            tensors |= row.save(params)
+    for row, places in _placed_rows(family, network):
+        arrays = [
+            leaves[path] if index is None else views.item(leaves[path], 0, index)
+            for path, index in places
+        ]
+        tensors |= zip(row.tensors, row.save(arrays), strict=True)
     return tensors
+
+
+def _placed_rows(family: Family, network: Network) -> Iterator[tuple[Row, list[Place]]]:
+    """Yield all rows, with whole names of tensors, and the places of their parameters.
+    Layers follow each other as in the arrays that stack them."""
+    for row in top_rows(network):
+        yield row, [(param, None) for param in row.params]
+    first, cycle, num_moe = network.model.first_k_dense, network.cycle, 0
+    for i in range(network.model.num_layers):
+        block, index, is_moe = "prefix", i, False
+        if i >= first:
+            index, place = divmod(i - first, len(cycle))
+            block, is_moe = f"cycles.blocks.{place}", cycle[place].is_moe
+        at = f"model.layers.{i}."
+        for row in family.layer(network, is_moe):
+            places = [
+                (f"{_moe_block(network)}.{param}", num_moe)
+                if param.startswith("moe.")
+                else (f"{block}.{param}", index)
+                for param in row.params
+            ]
+            names = tuple(at + name for name in row.tensors)
+            yield dataclasses.replace(row, tensors=names), places
+        num_moe += is_moe
 
 
 def abstract(family: Family, network: Network) -> tuple[Leaves, Leaves]:
@@ -112,40 +123,6 @@ def as_leaves(tree: Mapping[Any, Any], at: str = "") -> dict[str, Any]:
         else:
             leaves[f"{at}{name}"] = value
     return leaves
-
-
-def _layers(network: Network) -> Iterator[Layer]:
-    first, cycle = network.model.first_k_dense, network.cycle
-    num_moe = 0
-    for i in range(network.model.num_layers):
-        if i < first:
-            yield Layer(i, "prefix", i, None)
-            continue
-        row, block = divmod(i - first, len(cycle))
-        is_moe = cycle[block].is_moe
-        yield Layer(i, f"cycles.blocks.{block}", row, num_moe if is_moe else None)
-        num_moe += is_moe
-
-
-def _rows(family: Family, network: Network, layer: Layer) -> list[Row]:
-    """Return the rows of a layer, with whole names of tensors."""
-    at = f"model.layers.{layer.index}."
-    rows = family.layer(network, layer.moe_row is not None)
-    return [
-        Row(tuple(at + name for name in row.tensors), row.shape, row.params, row.steps)
-        for row in rows
-    ]
-
-
-def _path(network: Network, layer: Layer, param: str) -> str:
-    """Return the path in our tree of a parameter of a layer."""
-    is_shared = param.startswith("moe.")
-    return f"{_moe_block(network) if is_shared else layer.place}.{param}"
-
-
-def _row(layer: Layer, param: str) -> int:
-    """Return the index of a layer in an array of stacked layers."""
-    return layer.moe_row if param.startswith("moe.") else layer.row
 
 
 def _moe_block(network: Network) -> str:
