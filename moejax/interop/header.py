@@ -65,8 +65,15 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
             f"{path} claims a header of {length:,} bytes and has {size:,} in all: it "
             f"is cut off, or no safetensors file; {_AGAIN}"
         )
-    records = parse_json(data[LENGTH_BYTES:first].tobytes(), f"{path}: the header")
-    records.pop(METADATA, None)
+    header = data[LENGTH_BYTES:first].tobytes()
+    if not header.startswith(b"{"):
+        raise ValueError(f"{path}: the header does not begin with '{{': {_AGAIN}")
+    records = parse_json(header, f"{path}: the header")
+    metadata = records.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError(f"{path}: {METADATA} must map text to text: {_AGAIN}")
     tensors, places = {}, []
     for name, record in records.items():
         dtype, shape, start, stop = _entry(record, f"{path}: tensor {quoted(name)}")
