@@ -34,7 +34,7 @@ MINIMA = {
         **dict.fromkeys(["weight_decay", "clip_norm"], 0),
         "max_skipped_in_a_row": 1,
     },
-    Data: {"seq_len": 2, "held_out_every": 2, "seed": 0, "max_bad_records": 0},
+    Data: {"seq_len": 2, "held_out_every": 2, "seed": 0},
     Train: {
         **dict.fromkeys(["num_steps", "batch_size", "accumulate_steps"], 1),
         **dict.fromkeys(["loss_chunk", "eval_every_steps", "eval_batches"], 1),

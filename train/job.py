@@ -6,8 +6,6 @@ data, or recorded loads without a file.
 """
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,7 +19,6 @@ from moejax.resolve.resolved import Resolved, resolve
 from train import data
 from train.checkpoint.from_hf import check_folder
 from train.checkpoint.identity import FORMAT
-from train.data.feed import own_rows
 from train.launch.program import usable_bytes
 from train.step.compiled import make_model
 from train.step.ragged import check_ragged
@@ -69,18 +66,6 @@ class Job:
     def unit(self) -> str:
         """The word for one token in messages: 'byte' or 'token'."""
         return "byte" if self.corpus.has_bytes else "token"
-
-    def used_data_verified(
-        self,
-        num_steps: int,
-        is_stopped: Callable[[], bool],
-        say: Callable[[str], None] = print,
-    ) -> AbstractContextManager[None]:
-        """Return a context in which a thread verifies the data that the first steps
-        have used (TrainBatches.used_verified), each process its own rows."""
-        train = self.cfg.train
-        rows = own_rows(train.batch_size, train.accumulate_steps, self.window_sharding)
-        return self.batches.used_verified(num_steps, rows, is_stopped, say)
 
     @property
     def tokens_per_step(self) -> int:

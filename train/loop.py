@@ -139,7 +139,6 @@ def _train(
         goodput.resume(first)
         with (
             goodput,
-            job.used_data_verified(first, lambda: stop.signal is not None, say),
             Records(run_dir.path, cfg, first, extras.track, config_text) as records,
             _attempt(job, records, goodput),
             Watchdog(

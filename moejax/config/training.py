@@ -63,8 +63,8 @@ class Data:
 
     corpus: str | tuple[str, ...] = "pysrc"
     """Corpus, or several that are mixed. A corpus is 'pysrc', the Python source of jax,
-    flax, optax, orbax and grain, or a path or glob of .txt, .jsonl, .parquet, .npy or
-    .bin files."""
+    flax, optax, orbax and grain, or a path or glob of .txt, .jsonl or .parquet files,
+    or a folder that tools/prepare.py made."""
     weights: tuple[float, ...] | None = None
     """Weight of each corpus in the batches; only their ratios count. None: the corpora
     are weighted by their sizes."""
@@ -86,19 +86,12 @@ class Data:
     held_out_every: int = 50
     """Hold out every N-th document. A corpus with fewer than N documents gives up the
     last 1/N of its tokens."""
-    max_bad_records: int = 100
-    """Largest number of records that cannot be read and are skipped; with more the
-    program stops."""
-    max_expansion: int = 200
-    """Largest ratio of the text in a compressed file to the bytes of the file. At least
-    64 MiB of text are always allowed."""
     log_samples: bool = False
     """Whether the ids of each step's windows are written to samples-<process>.jsonl."""
 
     def __post_init__(self) -> None:
         require_min(self, 2, "seq_len", "held_out_every")
-        require_min(self, 0, "seed", "max_bad_records")
-        require_min(self, 1, "max_expansion")
+        require_min(self, 0, "seed")
         require(
             self.weights is None or len(self.weights) == len(self.corpora),
             f"Data.weights={self.weights} must have one weight for each of "

@@ -3,7 +3,7 @@
 import numpy as np
 
 from train.data.corpus import Corpus, Source
-from train.data.indexed import IndexedWriter, TokenFile
+from train.data.shards import TokenFile
 from train.data.token_streams import split_held_out
 from train.data.tokenizer import load_tokenizer
 
@@ -18,19 +18,11 @@ def random_documents(seed, num_documents, longest=9, largest=250):
     return [np.append(0, rng.integers(1, largest, size)) for size in sizes]
 
 
-def as_file(documents, path=None, dtype=np.uint16):
-    """Return documents as the reader of an indexed file returns them."""
-    token_b = np.concatenate(documents).astype(dtype)
+def as_file(documents):
+    """Return documents as the reader of a shard returns them."""
+    token_b = np.concatenate(documents).astype(np.uint16)
     sizes = np.array([document.size for document in documents])
-    return TokenFile(path, token_b, np.cumsum(sizes) - sizes)
-
-
-def write_bin(path, documents, dtype=np.uint16):
-    """Write documents as an indexed file and return its path."""
-    indexed = as_file(documents)
-    writer = IndexedWriter(path, np.dtype(dtype))
-    writer.append(indexed.token_b, indexed.start_d)
-    return writer.finish().path
+    return TokenFile(token_b, np.cumsum(sizes) - sizes)
 
 
 def make_corpus(*parts, held_out_every, weights=None):
@@ -41,7 +33,7 @@ def make_corpus(*parts, held_out_every, weights=None):
         streams = split_held_out(
             [as_file(documents) for documents in files], held_out_every
         )
-        sources.append(Source(f"part{i}", f"{i}" * 64, *streams, 255))
+        sources.append(Source(f"part{i}", f"{i}" * 64, *streams))
     weights = weights or [source.train.num_tokens for source in sources]
     shares = tuple(weight / sum(weights) for weight in weights)
     return Corpus(tuple(sources), shares, load_tokenizer("bytes"))

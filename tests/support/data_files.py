@@ -5,7 +5,6 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,12 +37,6 @@ def write_parquet(path: Path, texts=TEXTS, key: str = "text", rows: int = 2) -> 
     path."""
     table = pa.table({"id": range(len(texts)), key: pa.array(texts, pa.string())})
     parquet.write_table(table, path, row_group_size=rows)
-    return path
-
-
-def write_npy(path: Path, tokens=range(50), dtype="uint16") -> Path:
-    """Write token ids as a .npy file and return the path."""
-    np.save(path, np.array(list(tokens), dtype))
     return path
 
 

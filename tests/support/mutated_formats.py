@@ -22,7 +22,6 @@ from tests.support.data_files import (
     TEXTS,
     bpe_json,
     write_jsonl,
-    write_npy,
     write_parquet,
     write_text,
 )
@@ -34,7 +33,7 @@ from tests.support.mutated_tensors import (
     build_tensors,
     read_tensors,
 )
-from tests.support.mutations import BYTES, GIN, INDEX, JSON, JSON_LINES, NPY, NPZ
+from tests.support.mutations import BYTES, GIN, JSON, JSON_LINES, NPZ
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -170,9 +169,8 @@ def read_corpus(folder: pathlib.Path, entry: str, tokenizer: str = "bytes") -> N
     from train.data import HeldOut, TrainBatches, byte_sample, load_corpus
 
     cfg = Data(
-        corpus=str(folder / entry), seq_len=16, held_out_every=4, tokenizer=tokenizer,
-        max_bad_records=3,
-    )  # fmt: skip
+        corpus=str(folder / entry), seq_len=16, held_out_every=4, tokenizer=tokenizer
+    )
     corpus = load_corpus(cfg, 400)
     num_held_out = corpus.num_held_out_tokens // (cfg.seq_len + 1)
     batches = TrainBatches(corpus, cfg, 2)
@@ -205,37 +203,15 @@ def data_format(name: str, write, mutators, num_cases: int) -> Format:
 
 def build_shards(folder: pathlib.Path, variant: int) -> None:
     from train.data.prepared import prepare
+    from train.data.tokenizer import load_tokenizer
 
     source = write_jsonl(folder / "a.jsonl", make_text(TEXTS, variant))
-    prepare([source], folder / "out")
+    prepare([source], folder / "out", load_tokenizer("bytes"))
 
 
 def build_bpe(folder: pathlib.Path, variant: int) -> None:
     (folder / "a.json").write_text(bpe_json(300 + 60 * variant))
     write_jsonl(folder / "a.jsonl", make_text(TEXTS, variant))
-
-
-def build_hashes(folder: pathlib.Path, variant: int) -> None:
-    import os
-    import time
-
-    write_npy(folder / "a.npy", range(200))
-    old_sec = time.time() - 60
-    os.utime(folder / "a.npy", (old_sec, old_sec))
-    record = {"sha256": "ab" * 32, "largest": 199}
-    (folder / "record").write_text(json.dumps(record))
-
-
-def read_hashes(folder: pathlib.Path) -> None:
-    """Let the cache of hashes hold the damaged record, and open the file again."""
-    from train.data import cache
-
-    read_corpus(folder, "a.npy")
-    records = list((cache.cache_folder() / "hashes").glob("*"))
-    assert records
-    for path in records:
-        path.write_bytes((folder / "record").read_bytes())
-    read_corpus(folder, "a.npy")
 
 
 # Run directories
@@ -457,17 +433,9 @@ FORMATS = {
     "parquet": data_format(
         "a.parquet", write_parquet, (*BYTES * 8, mutations.make_parquet_bomb), 600
     ),
-    "npy": Format(
-        "a.npy", lambda folder, variant: write_npy(folder / "a.npy", range(200)),
-        lambda folder: read_corpus(folder, "a.npy"), NPY, 500, ("a.npy",),
-    ),
     "shard": Format(
-        "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out"), BYTES,
+        "out/shard-*", build_shards, lambda folder: read_corpus(folder, "out"), BYTES,
         200, ("shard-00000", "/out"),
-    ),
-    "index": Format(
-        "out/*.idx", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
-        INDEX, 600, ("shard-00000", "/out"),
     ),
     "manifest": Format(
         "out/manifest.json", build_shards, lambda folder: read_corpus(folder, "out"),
@@ -492,7 +460,6 @@ FORMATS = {
         "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
         ("a.gin",), is_report=True,
     ),
-    "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",)),
     "record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_records, JSON, 400,
         ("checkpoint",),

@@ -438,32 +438,6 @@ def _npy(array: np.ndarray) -> bytes:
     return out.getvalue()
 
 
-def change_index_header(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Replace fields of the header of an .idx: magic, version, dtype code and counts
-    (train/data/indexed.py)."""
-    fields = list(struct.unpack_from("<9sQBQQ", whole.ljust(34, b"\0")))
-    for at in rng.sample(range(1, 5), rng.choice((1, 1, 2))):
-        choices = [2**63, 2**64 - 1, 2**40, 2**32, 0, 1, fields[at] + 1]
-        fields[at] = rng.choice(choices) if at != 2 else rng.randrange(256)
-    return struct.pack("<9sQBQQ", *fields) + whole[34:]
-
-
-def change_index_entries(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Replace one 4- or 8-byte number behind the header of an .idx."""
-    size = rng.choice((4, 8))
-    if len(whole) < 34 + size:
-        return flip_bits(whole, other, rng)
-    at = rng.randrange(34, len(whole) - size + 1)
-    number = rng.choice((0, 1, 2 ** (8 * size - 1), 2 ** (8 * size) - 1, 2**31 - 1))
-    return whole[:at] + number.to_bytes(size, "little") + whole[at + size :]
-
-
-INDEX: tuple[Mutator, ...] = (
-    *BYTES, *(change_index_header,) * 5, *(change_index_entries,) * 5,
-)  # fmt: skip
-"""Mutators of an .idx file."""
-
-
 def make_parquet_bomb(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Return a parquet file of a few KiB whose texts have BOMB_BYTES."""
     return _parquet_bomb()

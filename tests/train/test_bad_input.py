@@ -34,7 +34,7 @@ NO_TRAINING = ("--check compares kernels and collectives, and trains nothing: gi
 TOYS = [
     # The data.
     (("Data.corpus = 'no/such.txt'",), r"Data.corpus='no/such.txt' is not a file"),
-    (("Data.corpus = '{empty}'",), r"Data.corpus='.*empty.txt' is empty: give a file"),
+    (("Data.corpus = '{empty}'",), r"Data.corpus='.*empty.txt': .* hold no text"),
     (
         ("Data.seq_len = 8192",),
         r"held out, but a window of Data.seq_len=8192 needs 8193 of each: give",

@@ -113,10 +113,10 @@ def test_held_out_text_is_what_the_run_evaluates(saved):
     np.testing.assert_array_equal(record["load_le"], expected.tokens_le)
 
 
-def test_files_without_two_tokens_are_one_line(saved, tmp_path):
-    (tmp_path / "one.txt").write_text("a")
-    with pytest.raises(ValueError, match="no token that follows another"):
-        measure(saved, "--files", tmp_path / "one.txt")
+def test_files_without_text_are_one_line(saved, tmp_path):
+    (tmp_path / "none.md").touch()
+    with pytest.raises(ValueError, match="hold no text"):
+        measure(saved, "--files", tmp_path / "none.md")
     with pytest.raises(ValueError, match=r"none\.txt"):
         measure(saved, "--files", tmp_path / "none.txt")
 

@@ -9,24 +9,21 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import pathlib
 import random
 import shutil
-import time
 
 from moejax.perf.calibration import Calibration
 from tools.faults.run import NUM_STEPS, Broken, Place, Run, marked_pids, mounts_below
 from train.balance.record import BalanceRecord
 from train.checkpoint.record import DamagedCheckpointError, read_record
 from train.data.prepared import prepare
+from train.data.tokenizer import load_tokenizer
 from train.logs.record_lines import kind_of, without_times
 
 NUM_DOCUMENTS, NUM_WORDS = 60, 200
 LETTERS = "etaoinshrdlu"
 MESH = {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
-OLD_SEC = 3600.0
-"""Age that the shards are given. Hashes of files of a few seconds are not cached."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +69,7 @@ class Workshop:
             text = self.root / f"{name}.jsonl"
             with text.open("x") as file:
                 file.writelines(_documents(random.Random(seed)))
-            prepare([text], self.root / name)
-        old_sec = time.time() - OLD_SEC
-        for path in self.shards.iterdir():
-            os.utime(path, (old_sec, old_sec))
+            prepare([text], self.root / name, load_tokenizer("bytes"))
         self.speeds.write_text(imaginary_speeds(MESH).to_json())
         self.programs.mkdir()
 

@@ -69,11 +69,6 @@ class Place:
         return self.run_dir / "checkpoints"
 
     @property
-    def hashes(self) -> pathlib.Path:
-        """The cache of the hashes of data files."""
-        return self.root / "data_cache"
-
-    @property
     def orders(self) -> pathlib.Path:
         return self.root / "orders"
 
@@ -323,7 +318,7 @@ class Run:
         return kept | {
             "HOME": str(root / "home"),
             "TMPDIR": str(root / "tmp"),
-            "MOEJAX_CACHE_DIR": str(self.place.hashes),
+            "MOEJAX_CACHE_DIR": str(root / "data_cache"),
             "JAX_COMPILATION_CACHE_DIR": str(self.place.programs),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -212,7 +212,7 @@ def mismatch(run: Run, rng: random.Random) -> None:
 
 def damage_shards(run: Run, rng: random.Random) -> None:
     """Flip a bit in each KiB of a shard and keep its mtime: the run ends with 2 and
-    names file and block. Then heal the shard."""
+    names the file. Then heal the shard."""
     (path,) = run.place.corpus.glob("*.bin")
     good, stat = path.read_bytes(), path.stat()
     rotten = bytearray(good)
@@ -229,8 +229,8 @@ def damage_shards(run: Run, rng: random.Random) -> None:
         path.write_bytes(good)
         os.utime(path, ns=times)
     line = run.error()
-    if path.name not in line or "block" not in line:
-        raise Broken(f"the line names not both file and block: {line[:300]}")
+    if path.name not in line or "sha256" not in line:
+        raise Broken(f"the line names not both file and sha256: {line[:300]}")
     run.go_on()
 
 
@@ -290,20 +290,6 @@ def damage_summary(run: Run, rng: random.Random) -> None:
         raise Broken(f"the bad {path.name} was not set aside")
 
 
-def damage_hashes(run: Run, rng: random.Random) -> None:
-    """Damage the records of the hashes of data files: other data are never used."""
-    records = list((run.place.hashes / "hashes").glob("*.json"))
-    if not records:
-        raise Broken("there were no records of hashes to damage")
-    bad = rng.choice((*GARBAGE, b'{"sha256": 5, "largest": null}', None))
-    for path in records:
-        good = path.read_bytes()
-        path.write_bytes(good[: len(good) // 2] if bad is None else bad)
-    _go_on_at_once(run, "the cached record '")
-    if not any(f"record '{path}' is damaged" in run.text() for path in records):
-        raise Broken(f"nothing is said of {len(records)} bad records")
-
-
 FAULTS = (
     Fault(
         "kill", "all end, start again, and lose nothing that was saved",
@@ -347,7 +333,7 @@ FAULTS = (
         "resting", mismatch, min_processes=2,
     ),
     Fault(
-        "shards", "exit code 2, one line names file and block",
+        "shards", "exit code 2, one line names the file",
         "resting", damage_shards,
     ),
     Fault("checkpoint", "set aside, named, never used", "resting", damage_checkpoint),
@@ -361,7 +347,6 @@ FAULTS = (
         "resting", damage_goodput,
     ),
     Fault("summary", "set aside and named", "resting", damage_summary),
-    Fault("hash cache", "the files are read again", "resting", damage_hashes),
 )  # fmt: skip
 NAMES = tuple(fault.name for fault in FAULTS)
 

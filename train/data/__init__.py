@@ -1,13 +1,12 @@
 """Data loading: from files on disk to the token windows of a training step.
 
-records -> jsonl, parquet -> documents   read files as a stream of documents
-tokenizer -> encoding -> prepared        tokenize text into shards once, as
-                                         tools/prepare.py does
-indexed -> token_streams                 map token files, and view their documents as
-                                         one stream of tokens
-cache, pysrc -> corpus                   open, check and split the corpora that
-                                         Data.corpus names
-mixture -> windows -> feed               choose the tokens of each row of a step
+documents, tokenizer -> prepared     read files as a stream of documents, and tokenize
+                                     it into shards once, as tools/prepare.py does
+shards -> token_streams              verify and map shards, and view their documents as
+                                     one stream of tokens
+pysrc, prepared -> corpus            open and split the corpora that Data.corpus names
+mixture, permutation -> windows      choose the tokens of each row of a step
+feed                                 put rows on devices
 
 Nothing in this package computes on a device; only `feed` puts rows there.
 """

@@ -2,10 +2,8 @@
 
 Data.corpus names           its tokens are
 'pysrc'                     bytes of installed packages           (pysrc.py)
-a text file, for 'bytes'    the bytes of the file itself, as one document
-text, JSONL, parquet        prepared once, then cached            (cache.py)
-.npy, .bin, globs of them   those files, memory-mapped            (indexed.py)
-a folder of prepare.py      the .bin files of its manifest        (prepared.py)
+a folder of prepare.py      the shards of its manifest            (prepared.py)
+text, JSONL, parquet        the same, prepared in a cache         (prepared.py)
 """
 
 import dataclasses
@@ -17,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Data
-from train.data.cache import cached_scan, prepare_tokens
-from train.data.documents import expand, file_format
-from train.data.indexed import Scan, TokenFile, open_bytes, open_tokens, scan_bytes
+from train.data.documents import expand
 from train.data.mixture import apportion
-from train.data.prepared import MANIFEST, read_manifest
+from train.data.prepared import open_prepared, prepare_cached
 from train.data.pysrc import read_pysrc
-from train.data.records import is_gzipped
+from train.data.shards import TokenFile
 from train.data.token_streams import (
     TokenStream,
     join_documents,
@@ -33,8 +29,6 @@ from train.data.token_streams import (
 )
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
-_TOKEN_SUFFIXES = (".npy", ".bin", ".idx")
-"""Extensions of files that hold token ids instead of text."""
 _SAMPLE_WIDTH = 2**16
 """Maximum length of one contiguous part of a byte sample, in bytes."""
 
@@ -45,11 +39,9 @@ class Source:
 
     name: str
     sha256: str
-    """Hash of the contents of all its files."""
+    """Hash of the contents of all its shards."""
     train: TokenStream
     held_out: TokenStream
-    largest_id: int
-    """Largest token id; for plain bytes 255, whether it occurs or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +72,7 @@ class Corpus:
     @property
     def has_bytes(self) -> bool:
         """Whether every token is one byte."""
-        largest = max(source.largest_id for source in self.sources)
-        return self.tokenizer.name == "bytes" and largest < 256
+        return self.tokenizer.name == "bytes"
 
 
 def load_corpus(
@@ -100,9 +91,10 @@ def load_corpus(
         if entry == "pysrc":
             source = _open_pysrc(cfg.held_out_every, tokenizer)
         else:
-            corpus = _open(entry, cfg, tokenizer, vocab_size, say)
-            streams = split_held_out(corpus.files, cfg.held_out_every)
-            source = Source(corpus.name, corpus.sha256, *streams, corpus.largest_id)
+            sha256, files = _open(entry, cfg, tokenizer, say)
+            streams = split_held_out(files, cfg.held_out_every)
+            # The name without its folder, so that a run can resume after a move.
+            source = Source(Path(entry).name, sha256, *streams)
         _check_size(entry, source, cfg)
         sources.append(source)
     weights = cfg.weights or tuple(source.train.num_tokens for source in sources)
@@ -125,9 +117,8 @@ def load_unsplit(
             source = _open_pysrc(cfg.held_out_every, tokenizer)
             streams += [source.train, source.held_out]
         else:
-            streams.append(
-                join_documents(_open(entry, cfg, tokenizer, vocab_size, say).files)
-            )
+            _, files = _open(entry, cfg, tokenizer, say)
+            streams.append(join_documents(files))
     return tokenizer, streams
 
 
@@ -192,118 +183,23 @@ def check_identity(saved: dict[str, Any] | None, current: dict[str, Any]) -> Non
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _OpenCorpus:
-    """Files of one corpus, before they are split."""
-
-    name: str
-    sha256: str
-    files: tuple[TokenFile, ...]
-    largest_id: int
-
-
 def _open(
-    entry: str,
-    cfg: Data,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    say: Callable[[str], None],
-) -> _OpenCorpus:
+    entry: str, cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[str, list[TokenFile]]:
+    """Return the sha256 and the token files of a prepared folder or of text files.
+
+    Text files are prepared first, unless their tokens are cached.
+    """
     try:
-        sha256, files, largest_id = _open_files(entry, cfg, tokenizer, say)
-        if largest_id >= vocab_size:
-            raise ValueError(
-                f"it has the id {largest_id}, but Model.vocab_size={vocab_size}: set "
-                f"Model.vocab_size to {largest_id + 1} or more"
-            )
+        folder = Path(entry).expanduser()
+        if not folder.is_dir():
+            folder = prepare_cached(expand([entry]), tokenizer, cfg.text_key, say)
+        files, shas = open_prepared(folder, tokenizer)
     except ValueError as error:
         is_named = str(error).startswith(f"'{entry}'")
         message = f"{error}" if is_named else f"'{entry}': {error}"
         raise ValueError(f"Data.corpus={message}") from error
-    # The name without its folder, so that a run can resume after its data has moved.
-    return _OpenCorpus(Path(entry).name, sha256, files, largest_id)
-
-
-def _open_files(
-    entry: str, cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> tuple[str, tuple[TokenFile, ...], int]:
-    """Return the sha256, the token files and the largest id of a corpus."""
-    folder = Path(entry).expanduser()
-    if folder.is_dir():
-        return _open_folder(folder, tokenizer)
-    files = expand([entry])
-    are_tokens = {path.suffix in _TOKEN_SUFFIXES for path in files}
-    if are_tokens == {True, False}:
-        raise ValueError(
-            "some files hold tokens and others hold text: name them as two corpora"
-        )
-    if are_tokens == {True}:
-        is_index = [path.suffix == ".idx" for path in files]
-        bins = [p.with_suffix(".bin") if x else p for p, x in zip(files, is_index)]
-        return _open_shards(list(dict.fromkeys(bins)), tokenizer)
-    (first, *others) = files
-    is_plain = file_format(first) == "text" and not is_gzipped(first)
-    if tokenizer.name == "bytes" and is_plain and not others:
-        return _open_bytes(first)
-    cached = prepare_tokens(files, cfg, tokenizer, say)
-    return _open_folder(cached, tokenizer, f"remove '{cached}', and run again")
-
-
-def _open_shards(
-    paths: Sequence[Path], tokenizer: Tokenizer
-) -> tuple[str, tuple[TokenFile, ...], int]:
-    return _open_scanned(paths, [cached_scan(path) for path in paths], tokenizer)
-
-
-def _open_scanned(
-    paths: Sequence[Path], scans: Sequence[Scan], tokenizer: Tokenizer
-) -> tuple[str, tuple[TokenFile, ...], int]:
-    files = tuple(
-        open_tokens(path, tokenizer.separator, found.sums)
-        for path, found in zip(paths, scans)
-    )
-    sha256 = _combine_sha256([found.sha256 for found in scans])
-    return sha256, files, max(found.largest_id for found in scans)
-
-
-def _open_folder(
-    folder: Path, tokenizer: Tokenizer, remedy: str = "prepare the files again"
-) -> tuple[str, tuple[TokenFile, ...], int]:
-    """Open a prepared folder; raise ValueError unless its shards match its manifest."""
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(
-            f"'{folder}' is a folder without {MANIFEST}: name its files, such as "
-            f"'{folder}/*.jsonl', or a folder that tools/prepare.py made"
-        )
-    manifest = read_manifest(folder)
-    made_with = manifest["tokenizer"]["sha256"], manifest["separator"]
-    if made_with != (tokenizer.sha256, tokenizer.separator):
-        raise ValueError(
-            f"prepared with the tokenizer '{manifest['tokenizer'].get('name')}' "
-            f"(sha256 {made_with[0][:12]}, separator {made_with[1]}), but "
-            f"Data.tokenizer='{tokenizer.name}' has sha256 {tokenizer.sha256[:12]}, "
-            f"separator {tokenizer.separator}: use that, or prepare the files again"
-        )
-    paths = [folder / shard["file"] for shard in manifest["shards"]]
-    for path in [p.with_suffix(s) for p in paths for s in (".bin", ".idx")]:
-        if not path.is_file():
-            raise ValueError(
-                f"{path.name}, which {MANIFEST} names, is missing: copy it there, or "
-                f"{remedy}"
-            )
-    scans = [cached_scan(path) for path in paths]
-    for path, found, shard in zip(paths, scans, manifest["shards"]):
-        if found.sha256 != shard["sha256"]:
-            raise ValueError(
-                f"'{path}' differs from its sha256 in {MANIFEST}: it is damaged or "
-                f"changed: {remedy}"
-            )
-    return _open_scanned(paths, scans, tokenizer)
-
-
-def _open_bytes(path: Path) -> tuple[str, tuple[TokenFile, ...], int]:
-    found = cached_scan(path, scan_bytes)
-    return found.sha256, (open_bytes(path, found.sums),), found.largest_id
+    return _combine_sha256(shas), files
 
 
 def _open_pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
@@ -315,7 +211,7 @@ def _open_pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
         )
     sha256, *texts = read_pysrc(held_out_every)
     starts = [np.union1d([0], np.flatnonzero(text_b == 0)) for text_b in texts]
-    return Source("pysrc", sha256, *map(make_token_stream, texts, starts), 255)
+    return Source("pysrc", sha256, *map(make_token_stream, texts, starts))
 
 
 def _check_size(entry: str, source: Source, cfg: Data) -> None:

@@ -1,133 +1,123 @@
 """Read text, JSONL and parquet files as a stream of documents, in constant memory.
 
-    file               a document is          a range is                  located as
-    .txt and others    the file               the file                    file
-    .jsonl, .ndjson    `text_key` of a line   lines that start in a       file:line
-                                              range of bytes
-    .parquet           `text_key` of a row    a row group                 file:row
-    .txt.gz, .jsonl.gz as without .gz         the file
+    file               a document is          located as
+    .txt and others    the file               file
+    .jsonl, .ndjson    `text_key` of a line   file:line
+    .parquet           `text_key` of a row    file:row
+    .txt.gz, .jsonl.gz as without .gz         the same
 
-Lines and rows are counted from 1. Where a file is cut into ranges depends on its
-contents alone, and each range is read independently, so any number of workers reads the
-same documents. A record that cannot be read is reported as an event like any other, and
-the reader goes on with the next record.
+Lines and rows are counted from 1. A record that cannot be read ends the reading with
+a ValueError that names it.
 """
 
 import codecs
 import dataclasses
 import glob
+import gzip
+import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
-from train.data import jsonl
-from train.data.records import (
-    GZIP_ERRORS,
-    MAX_EXPANSION,
-    READ_BYTES,
-    BadRecord,
-    EndOfRange,
-    Event,
-    FileRange,
-    TextPart,
-    find_problem,
-    is_gzipped,
-    open_file,
-    unreadable_error,
-)
+from train.messages import one_line
 
-RANGE_BYTES = 4 * 2**20
 BLOCK_CHARS = 2**18
-"""Maximum number of characters that a tokenizer gets in one call. The limit bounds
+"""Maximum number of characters that a tokenizer gets as one text. The limit bounds
 memory: an encoding takes about 100 bytes for each token."""
-_NOT_TEXT = {
-    ".npy": "holds tokens, not text: use it as Data.corpus directly",
-    ".bin": "holds tokens, not text: use it as Data.corpus directly",
-    ".idx": "is the index of a .bin file of tokens: use the .bin as Data.corpus",
-} | dict.fromkeys(
+MAX_RECORD_BYTES = 16 * 2**20
+"""Maximum size of a line or row, which is held in memory."""
+MAX_EXPANSION = 200
+"""Maximum ratio of the text in a file to the bytes of the file; 64 MiB of text are
+always allowed. 1 kB of parquet can hold 8 GB of text."""
+_READ_BYTES = 2**20
+_BATCH_ROWS = 64
+"""Rows of a parquet file that are decoded at a time, so that long rows fit in memory.
+1024 rows of 1 kB at a time are no faster."""
+_REFUSED = dict.fromkeys(
+    (".bin", ".idx", ".npy"),
+    "holds tokens, not text: name a folder that tools/prepare.py made, or the texts",
+) | dict.fromkeys(
     (".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"),
     "has a compression format that is not supported: unpack it, or use .gz",
 )
 """Extensions that are refused, each with the reason and the remedy."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextPart:
+    """The first or the next part of a document, of at most BLOCK_CHARS characters.
+
+    It is empty only if the document is.
+    """
+
+    text: str
+    num_bytes: int
+    """Bytes of the file that have been read so far, before decompression."""
+    begins: bool = True
+    """Whether a document begins with this text."""
+
+
 def expand(patterns: Iterable[str | Path]) -> list[Path]:
     """Return the files that paths and globs name, each once, in the order given.
 
     The files of one glob are sorted. A path that exists names itself, even when it
-    contains brackets. Raises ValueError for a path or pattern that names no file.
+    contains brackets. Raises ValueError for a path or pattern that names no file, and
+    for a file whose extension does not stand for text.
     """
-    paths = [path for pattern in patterns for path in _expand(str(pattern))]
+    paths = []
+    for pattern in map(os.path.expanduser, patterns):
+        if os.path.lexists(pattern) or not glob.has_magic(str(pattern)):
+            paths.append(Path(pattern))
+            continue
+        names = sorted(glob.glob(pattern, recursive=True))
+        files = [Path(name) for name in names if not os.path.isdir(name)]
+        if not files:
+            raise ValueError(f"the glob '{pattern}' matches no file: check the path")
+        paths += files
     for path in paths:
         if path.is_dir():
             raise ValueError(f"'{path}' is a directory: name its files, '{path}/*.txt'")
         if not path.is_file():
             raise ValueError(f"'{path}' is not a file: check the path")
+        _file_format(path)
     return list(dict.fromkeys(paths))
 
 
-def _expand(pattern: str) -> list[Path]:
-    pattern = os.path.expanduser(pattern)
-    if os.path.lexists(pattern) or not glob.has_magic(pattern):
-        return [Path(pattern)]
-    names = sorted(glob.glob(pattern, recursive=True))
-    files = [Path(name) for name in names if not os.path.isdir(name)]
-    if not files:
-        raise ValueError(f"the glob '{pattern}' matches no file: check the path")
-    return files
+def read(path: Path, text_key: str, forbidden: str | None) -> Iterator[TextPart]:
+    """Yield the documents of a file in order, in parts.
 
-
-def file_format(path: Path) -> str:
-    """Return the format of a file, a key of FORMATS, from its extension.
-
-    Raises ValueError for an extension that does not stand for text.
+    Raises a ValueError of one line for a file that cannot be read to its end, a record
+    that is not a document, a text that holds `forbidden`, the separator of documents,
+    and a file whose text exceeds MAX_EXPANSION.
     """
-    suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
-    is_gzip = suffix == ".gz"
-    if is_gzip:
-        suffix = rest[0] if rest else ""
-    if suffix in _NOT_TEXT:
-        raise ValueError(f"'{path}' {_NOT_TEXT[suffix]}")
-    for kind, entry in FORMATS.items():
-        if suffix in entry.suffixes:
-            if is_gzip and not entry.can_be_gzipped:
-                raise ValueError(f"'{path}' is a gzipped {suffix} file: unpack it")
-            return kind
-    return DEFAULT_FORMAT
-
-
-def split_file(
-    path: Path, text_key: str, max_expansion: int = MAX_EXPANSION
-) -> list[FileRange]:
-    """Cut a file into ranges that can be read independently; return them in order.
-
-    Raises ValueError when the file cannot be opened, or when it is a parquet file
-    without a column `text_key` of strings.
-    """
-    kind = file_format(path)
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    return [
-        dataclasses.replace(file_range, max_expansion=max_expansion)
-        for file_range in FORMATS[kind].split(path, text_key, size)
-    ]
-
-
-def read(
-    file_range: FileRange, text_key: str, forbidden: str | None
-) -> Iterator[Event]:
-    """Yield the documents and bad records of a range in order, then an EndOfRange.
-
-    A text that holds `forbidden`, the separator of documents, is a bad record. Raises
-    ValueError when the file cannot be read at all, or is found to hold more text than
-    its size allows.
-    """
+    kind, size = _file_format(path), path.stat().st_size
+    limit, num_chars = max(64 * 2**20, MAX_EXPANSION * size), 0
     try:
-        yield from FORMATS[file_range.kind].read(file_range, text_key, forbidden)
+        if kind == "parquet":
+            parts = _read_rows(path, text_key)
+        elif kind == "jsonl":
+            parts = _read_lines(path, text_key)
+        else:
+            parts = _read_text(path)
+        for place, part in parts:
+            num_chars += len(part.text)
+            if num_chars > limit:
+                raise ValueError(
+                    f"'{path}' has {size} bytes, but more than {limit} characters of "
+                    "text: unpack it if it is not damaged"
+                )
+            if forbidden is not None and forbidden in part.text:
+                reason = f"the text holds {forbidden!r}, which separates documents"
+                raise _record_error(place, reason)
+            yield part
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"'{path}' has damaged gzip data: {one_line(error, 120)}: restore the file"
+        ) from error
     except OSError as error:
-        raise unreadable_error(file_range.path, error) from error
+        raise unreadable_error(path, error) from error
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
@@ -141,7 +131,10 @@ def blocks(texts: Iterable[str]) -> Iterator[str]:
         pending += text
         start = 0
         while len(pending) - start > BLOCK_CHARS:
-            stop = _find_block_end(pending, start)
+            limit = start + BLOCK_CHARS
+            after_line = pending.rfind("\n", start, limit) + 1
+            before_space = pending.rfind(" ", start + 1, limit)
+            stop = after_line or (before_space if before_space > 0 else limit)
             yield pending[start:stop]
             start = stop
         pending = pending[start:]
@@ -149,105 +142,165 @@ def blocks(texts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _find_block_end(text: str, start: int) -> int:
-    limit = start + BLOCK_CHARS
-    after_line = text.rfind("\n", start, limit) + 1
-    before_space = text.rfind(" ", start + 1, limit)
-    return after_line or (before_space if before_space > 0 else limit)
+def unreadable_error(path: Path, error: OSError) -> ValueError:
+    """Make the ValueError that tells a user why a file cannot be read."""
+    return ValueError(
+        f"'{path}' cannot be read: {error.strerror or error}: check the path, its "
+        "permissions and its disk"
+    )
 
 
-def _read_text(
-    file_range: FileRange, text_key: str, forbidden: str | None
-) -> Iterator[Event]:
-    """Yield the events of a text file, which is one document.
+def _file_format(path: Path) -> str:
+    """Return the format of a file, 'text', 'jsonl' or 'parquet', from its extension.
 
-    The file is read twice, so that a problem at its end is known before the document
-    begins.
+    Raises ValueError for an extension that does not stand for text.
     """
-    path = file_range.path
-    problem = _find_problem_in_file(file_range, forbidden)
-    if problem is not None:
-        yield BadRecord(None, problem)
-        yield EndOfRange(1)
-        return
-    begins = True
-    with open_file(path, file_range.max_expansion) as file:
-        for text in blocks(_decode(file)):
-            yield TextPart(text, begins)
-            begins = False
-    if begins:
-        yield TextPart("")
-    yield EndOfRange(1)
+    is_gzip = path.suffix.lower() == ".gz"
+    suffix = (path.with_suffix("") if is_gzip else path).suffix.lower()
+    if suffix in _REFUSED:
+        raise ValueError(f"'{path}' {_REFUSED[suffix]}")
+    if suffix == ".parquet" and is_gzip:
+        raise ValueError(f"'{path}' is a gzipped .parquet file: unpack it")
+    formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+    return formats.get(suffix, "text")
 
 
-def _find_problem_in_file(file_range: FileRange, forbidden: str | None) -> str | None:
-    with open_file(file_range.path, file_range.max_expansion) as file:
-        try:
-            problems = (find_problem(text, forbidden) for text in _decode(file))
-            return next((problem for problem in problems if problem), None)
-        except UnicodeDecodeError as error:
-            return f"broken UTF-8: {error.reason}"
-        except GZIP_ERRORS as error:
-            return f"damaged gzip data: {error}"
+def _open(path: Path) -> tuple[BinaryIO, BinaryIO]:
+    """Return a file, and the file of its text, decompressed if it is gzipped."""
+    raw = path.open("rb")
+    return raw, gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
 
 
-def _decode(file: BinaryIO) -> Iterator[str]:
+def _read_text(path: Path) -> Iterator[tuple[str, TextPart]]:
+    """Yield the place and the parts of a text file, which is one document."""
+    raw, file = _open(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    while part := file.read(READ_BYTES):
-        yield decoder.decode(part)
-    yield decoder.decode(b"", True)
+
+    def decoded() -> Iterator[str]:
+        while data := file.read(_READ_BYTES):
+            yield decoder.decode(data)
+        yield decoder.decode(b"", True)
+
+    with raw:
+        begins = True
+        try:
+            for block in blocks(decoded()):
+                yield str(path), TextPart(block, raw.tell(), begins)
+                begins = False
+        except UnicodeDecodeError as error:
+            raise _record_error(str(path), f"broken UTF-8: {error.reason}") from error
+        if begins:
+            yield str(path), TextPart("", raw.tell())
 
 
-def _split_text(path: Path, text_key: str, size: int) -> list[FileRange]:
-    return [FileRange(path, "text", 0, sys.maxsize, size, True)]
+def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
+    """Yield the place and the parts of the documents of a JSONL file. Blank lines are
+    left out."""
+    raw, file = _open(path)
+    with raw:
+        number = 0
+        while line := file.readline(MAX_RECORD_BYTES + 1):
+            number += 1
+            place = f"{path}:{number}"
+            if len(line) > MAX_RECORD_BYTES:
+                raise _record_error(place, _TOO_LONG)
+            if not line.isspace():
+                yield from _parts(place, _parse_line(place, line, text_key), raw.tell())
 
 
-def _split_lines(path: Path, text_key: str, size: int) -> list[FileRange]:
-    if is_gzipped(path):
-        return [FileRange(path, "jsonl", 0, sys.maxsize, size, True)]
-    starts = range(0, size, RANGE_BYTES)
-    stops = [min(start + RANGE_BYTES, size) for start in starts]
-    return [
-        FileRange(path, "jsonl", start, stop, stop - start, stop == size)
-        for start, stop in zip(starts, stops)
-    ]
+def _parse_line(place: str, line: bytes, text_key: str) -> str:
+    """Return the text in a line of JSON. Raises ValueError if it has none."""
+    try:
+        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        raise _record_error(place, f"broken UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise _record_error(place, f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise _record_error(place, f"the line is a {kind}, not an object")
+    if text_key not in record:
+        fields = one_line(", ".join(sorted(record)[:5]), 80) or "none"
+        raise _record_error(place, f"no field '{text_key}' among {fields}")
+    text = record[text_key]
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise _record_error(place, f"field '{text_key}' is a {kind}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"field '{text_key}' is not valid text: {error.reason}"
+        raise _record_error(place, reason) from error
+    return text
 
 
-def _split_parquet(path: Path, text_key: str, size: int) -> list[FileRange]:
-    from train.data import parquet  # not at the top: the import takes half a second
+def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
+    """Yield the place and the parts of the documents of a parquet file."""
+    import pyarrow as pa  # not at the top: the import takes half a second
+    from pyarrow import parquet
 
-    return parquet.split_file(path, text_key, size)
+    damage = (pa.ArrowException, OSError, ValueError, OverflowError)
+    size, row = path.stat().st_size, 0
+    try:
+        # Without read-ahead, so that memory stays bounded.
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)
+        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    except damage as error:
+        raise _parquet_error(path, "", error) from error
+    with file:
+        if schema.names.count(text_key) != 1:
+            columns = one_line(", ".join(schema.names[:8]), 120)
+            raise ValueError(
+                f"'{path}' has no column '{text_key}' among {columns}: set text_key"
+            )
+        type_ = schema.field(text_key).type
+        value_type = type_.value_type if pa.types.is_dictionary(type_) else type_
+        if value_type not in (pa.string(), pa.large_string(), pa.string_view()):
+            raise ValueError(
+                f"column '{text_key}' of '{path}' holds {one_line(type_, 120)}, not "
+                "strings: set text_key"
+            )
+        batches = file.iter_batches(_BATCH_ROWS, columns=[text_key], use_threads=False)
+        while True:
+            try:
+                batch = next(batches, None)
+            except damage as error:
+                raise _parquet_error(path, f" after row {row}", error) from error
+            if batch is None:
+                return
+            for scalar in batch.column(0):
+                row += 1
+                place = f"{path}:{row}"
+                try:
+                    text = scalar.as_py()
+                except UnicodeDecodeError as error:
+                    raise _record_error(place, "broken UTF-8") from error
+                except damage as error:
+                    raise _parquet_error(path, f" in row {row}", error) from error
+                if text is None:
+                    raise _record_error(place, "the text is null")
+                if len(text) > MAX_RECORD_BYTES:
+                    raise _record_error(place, _TOO_LONG)
+                yield from _parts(place, text, size * row // num_rows)
 
 
-def _read_parquet(
-    file_range: FileRange, text_key: str, forbidden: str | None
-) -> Iterator[Event]:
-    from train.data import parquet
-
-    return parquet.read(file_range, text_key, forbidden)
+def _parts(place: str, text: str, num_bytes: int) -> Iterator[tuple[str, TextPart]]:
+    """Yield the place and the parts of one document."""
+    for number, block in enumerate(list(blocks([text])) or [""]):
+        yield place, TextPart(block, num_bytes, number == 0)
 
 
-class Format(NamedTuple):
-    """Functions that find the documents in files of one format."""
-
-    suffixes: tuple[str, ...]
-    split: Callable[[Path, str, int], list[FileRange]]
-    """split(path, text_key, num_bytes) cuts a file into ranges that can be read
-    independently."""
-    read: Callable[[FileRange, str, str | None], Iterator[Event]]
-    """read(file_range, text_key, forbidden) yields documents and bad records in order,
-    then an EndOfRange."""
-    can_be_gzipped: bool = True
-    """Whether a file of this format may be compressed with gzip."""
+_TOO_LONG = f"it is longer than {MAX_RECORD_BYTES // 2**20} MiB"
 
 
-DEFAULT_FORMAT = "text"
-"""Format of files whose extension is in no entry of FORMATS."""
-FORMATS = {
-    "text": Format((".txt",), _split_text, _read_text),
-    "jsonl": Format((".jsonl", ".ndjson"), _split_lines, jsonl.read),
-    "parquet": Format(
-        (".parquet",), _split_parquet, _read_parquet, can_be_gzipped=False
-    ),
-}
-"""All document formats by name. The name is part of the key of cached tokens."""
+def _record_error(place: str, reason: str) -> ValueError:
+    return ValueError(
+        f"'{place}' is not a document: {one_line(reason, 400)}: correct or remove it"
+    )
+
+
+def _parquet_error(path: Path, where: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"'{path}' is not parquet, or damaged{where}: {one_line(error, 120)}: restore "
+        "the file"
+    )

@@ -1,429 +1,313 @@
 """Prepare text once as token shards: a folder of .bin and .idx files and a manifest.
 
-    out/manifest.json      sources, tokenizer, counts, bad records, sha256 of the shards
+    out/manifest.json      sources, tokenizer, counts, sha256 of the shards
     out/shard-00000.bin    ids; each document begins with the separator
-    out/shard-00000.idx    where documents begin (indexed.py)
+    out/shard-00000.idx    where documents begin (shards.py)
 
 Everything is written to the folder `out`.partial, which is renamed to `out` when it is
-complete. Only the process that holds the lock `out`.partial.lock writes there. The
-contents depend on the files and the recipe alone, not on the number of workers.
+complete. Only the process that holds the lock `out`.lock writes there. The shards
+depend on the texts and the tokenizer alone.
 """
 
 import contextlib
-import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import shutil
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
-from train.data.documents import expand, split_file
-from train.data.encoding import Chunk, Recipe, encode
-from train.data.indexed import IndexedWriter, Shard, file_sha256
-from train.data.records import (
-    ALWAYS_READ_BYTES,
-    BadRecord,
-    FileRange,
-    expansion_error,
-    max_text_bytes,
-    unreadable_error,
-)
-from train.data.tokenizer import load_tokenizer
-from train.files import sync_folder
+from train.data.documents import TextPart, expand, read, unreadable_error
+from train.data.shards import ShardWriter, TokenFile, open_shard
+from train.data.tokenizer import Tokenizer
+from train.files import path_named, sync_folder
 from train.messages import one_line
 
 FORMAT = "moejax tokens 1"
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 2**29
 SHARD_DOCUMENTS = 2**22
-_MAX_LISTED = 1000
-"""Maximum number of bad records that the manifest lists; all are counted."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Progress of prepare(). Bytes are counted on disk, so before decompression."""
-
-    num_bytes: int
-    total_bytes: int
-    num_documents: int
-    num_tokens: int
-    num_bad: int
+BATCH_CHARS = 2**22
+"""Characters that are encoded at a time, by the tokenizer's threads. They take about
+100 MB."""
+_BATCH_DOCUMENTS = 2**16
+_MAX_THREADS = 8
+"""Threads that compute checksums, each of one shard."""
+_SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def prepare(
     files: Sequence[str | Path],
     out: str | Path,
-    recipe: Recipe | None = None,
-    num_workers: int = 1,
-    show: Callable[[Progress], None] | None = None,
-    overwrite: bool = False,
-) -> dict[str, Any]:
+    tokenizer: Tokenizer,
+    text_key: str = "text",
+    say: Callable[[str], None] = print,
+) -> bool:
     """Tokenize the documents of files and globs into the folder `out`.
 
-    Returns the manifest. With one worker, this process encodes; with more, processes
-    are started. `show` is called after every chunk. Raises ValueError for a problem
-    that the user can solve: a missing file, too many bad records, a folder that exists
-    or that another process is writing. Raises OSError when writing the shards fails,
-    and ChildProcessError when a worker dies. After an error, `out` is unchanged.
+    Returns False, and does nothing, if `out` exists. A process that finds another one
+    writing `out` waits for it. `say` prints progress. Raises ValueError for a problem
+    that the user can solve, such as a missing file or a line that is not JSON. Raises
+    OSError when writing the shards fails. After an error there is no `out`.
     """
-    recipe = recipe or Recipe()
     out = Path(out).expanduser().absolute()
-    _check_target(out, overwrite)
     paths = expand(files)
-    tokenizer = load_tokenizer(recipe.tokenizer, recipe.separator)
-    ranges = [
-        part
-        for path in paths
-        for part in split_file(path, recipe.text_key, recipe.max_expansion)
-    ]
-    with _partial_folder(out, overwrite) as folder, _hash_sources(paths) as sources:
-        dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-        with _Shards(folder, dtype, ranges, recipe.max_bad_records, show) as shards:
-            for file_range, chunk in encode(ranges, recipe, num_workers):
-                shards.append(file_range, chunk)
-            shards.finish()
-        manifest = {
-            "format": FORMAT,
-            "tokenizer": {
-                "name": tokenizer.name,
-                "sha256": tokenizer.sha256,
-                "vocab_size": tokenizer.vocab_size,
-            },
-            "separator": tokenizer.separator,
-            "text_key": recipe.text_key,
-            "dtype": np.dtype(dtype).name,
-            **shards.record(),
-            "sources": sources(),
-        }
-        with (folder / MANIFEST).open("x") as file:
-            file.write(json.dumps(manifest, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(folder, out)
-    return manifest
-
-
-class _Shards:
-    """Writer of all chunks, in order, into shards; it also counts them.
-
-    After a shard has reached SHARD_TOKENS or SHARD_DOCUMENTS, the next chunk that
-    begins with a document opens a new shard.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: np.dtype,
-        ranges: Sequence[FileRange],
-        max_bad_records: int,
-        show: Callable[[Progress], None] | None,
-    ) -> None:
-        self._folder, self._dtype, self._show = folder, dtype, show
-        self._max_bad_records = max_bad_records
-        self._total_bytes = sum(file_range.num_bytes for file_range in ranges)
-        self._num_bytes = self._num_documents = self._num_tokens = 0
-        self._num_empty = self._num_bad = 0
-        self._text_chars = 0  # of the file that is being written
-        self._listed: list[str] = []
-        self._first_record = 0
-        self._finished: list[Shard] = []
-        self._writer = self._next_writer()
-
-    def __enter__(self) -> "_Shards":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._writer.close()
-
-    def append(self, file_range: FileRange, chunk: Chunk) -> None:
-        """Write a chunk; raise ValueError once too many records are bad."""
-        for bad in chunk.bad_records:
-            self._count_bad(file_range, bad)
-        self._check_expansion(file_range, chunk)
-        begins = chunk.start_d.size > 0 and chunk.start_d[0] == 0
-        is_full = self._writer.num_tokens >= SHARD_TOKENS
-        if begins and (is_full or self._writer.num_documents >= SHARD_DOCUMENTS):
-            self._finished.append(self._writer.finish())
-            self._writer = self._next_writer()
-        self._writer.append(chunk.token_b, chunk.start_d)
-        self._num_documents += chunk.start_d.size
-        self._num_tokens += chunk.token_b.size
-        self._num_empty += chunk.num_empty
-        if chunk.num_records is not None:
-            self._num_bytes += file_range.num_bytes
-            self._first_record += chunk.num_records
-            if file_range.ends_file:
-                self._first_record = self._text_chars = 0
-        if self._show is not None:
-            self._show(self._progress())
-
-    def finish(self) -> None:
-        """Finish the last shard; raise ValueError when there are no documents."""
-        if not self._num_documents:
-            first = f": {self._listed[0]}" if self._listed else ""
-            raise ValueError(
-                f"the files hold no documents: {self._num_empty} are empty, "
-                f"{self._num_bad} bad{first}: check the files and text_key"
-            )
-        self._finished.append(self._writer.finish())
-
-    def record(self) -> dict[str, Any]:
-        """Return the counts, bad records and shards, for the manifest."""
-        return {
-            "num_documents": self._num_documents,
-            "num_tokens": self._num_tokens,
-            "num_empty": self._num_empty,
-            "num_bad": self._num_bad,
-            "bad_records": self._listed,
-            "shards": [
-                {
-                    "file": shard.path.name,
-                    "sha256": shard.sha256,
-                    "num_documents": shard.num_documents,
-                    "num_tokens": shard.num_tokens,
-                }
-                for shard in self._finished
-            ],
-        }
-
-    def _next_writer(self) -> IndexedWriter:
-        name = f"shard-{len(self._finished):05d}.bin"
-        return IndexedWriter(self._folder / name, self._dtype)
-
-    def _progress(self) -> Progress:
-        return Progress(
-            self._num_bytes,
-            self._total_bytes,
-            self._num_documents,
-            self._num_tokens,
-            self._num_bad,
-        )
-
-    def _check_expansion(self, file_range: FileRange, chunk: Chunk) -> None:
-        """Raise ValueError once a file has given more text than its size allows.
-
-        A record counts as one character more, so that empty ones have an end too.
-        """
-        num_documents = chunk.start_d.size + chunk.num_empty + len(chunk.bad_records)
-        self._text_chars += chunk.num_chars + num_documents
-        if self._text_chars <= ALWAYS_READ_BYTES:
-            return
-        path, max_expansion = file_range.path, file_range.max_expansion
-        if self._text_chars > max_text_bytes(path, max_expansion):
-            raise expansion_error(path, max_expansion)
-
-    def _count_bad(self, file_range: FileRange, bad: BadRecord) -> None:
-        where = "" if bad.record is None else f":{self._first_record + bad.record}"
-        self._num_bad += 1
-        if self._num_bad <= _MAX_LISTED:
-            self._listed.append(
-                f"{file_range.path}{where}: {one_line(bad.reason, 400)}"
-            )
-        if self._num_bad > self._max_bad_records:
-            raise ValueError(
-                f"more than max_bad_records={self._max_bad_records} records are bad: "
-                f"{'; '.join(self._listed[:3])}: repair the files, or raise the limit"
-            )
-
-
-def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Return the manifest of a folder that prepare() made.
-
-    Raises a ValueError of one line when it is missing or damaged.
-    """
-    path = Path(folder) / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(
-            f"'{folder}' is not a folder of prepared tokens: {MANIFEST} cannot be "
-            f"read: {error.strerror}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"'{path}' is damaged: {one_line(error, 120)}: prepare it again"
-        ) from error
-    problem = _find_damage(manifest)
-    if problem:
-        raise ValueError(f"'{path}' is damaged: {problem}: prepare it again")
-    return manifest
-
-
-def _find_damage(manifest: Any) -> str | None:
-    """Return what is wrong in the fields that readers of a manifest use, or None."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return f"its format is not '{FORMAT}'"
-    tokenizer, shards = manifest.get("tokenizer"), manifest.get("shards")
-    sources = manifest.get("sources")
-    is_right = {
-        "tokenizer": isinstance(tokenizer, dict) and _has_sha256(tokenizer),
-        "separator": _is_count(manifest.get("separator")),
-        "num_bad": _is_count(manifest.get("num_bad")),
-        "bad_records": _is_list_of(manifest.get("bad_records"), str),
-        "sources": _is_list_of(sources, dict) and all(map(_has_sha256, sources)),
-        "shards": _is_list_of(shards, dict) and bool(shards),
-    }
-    wrong = [name for name, is_so in is_right.items() if not is_so]
-    if wrong:
-        return f"it has no {wrong[0]}, or none of the right type"
-    problems = map(_find_shard_damage, shards)
-    return next((problem for problem in problems if problem), None)
-
-
-def _find_shard_damage(shard: dict[str, Any]) -> str | None:
-    if not _has_sha256(shard):
-        return "a shard has no sha256"
-    name = shard.get("file")
-    if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-        return (
-            f"a shard has the file name '{one_line(name, 120)}', not that of a file in "
-            "the folder"
-        )
-    return None
-
-
-def _has_sha256(entry: dict[str, Any]) -> bool:
-    return isinstance(entry.get("sha256"), str)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _check_target(out: Path, overwrite: bool) -> None:
-    if not out.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"'{out}' exists: name another folder, or use --overwrite")
-    if not (out / MANIFEST).is_file():
-        raise ValueError(
-            f"'{out}' is not a folder of prepared tokens (it has no {MANIFEST}), so it "
-            "is not overwritten: name another folder"
-        )
-
-
-@contextlib.contextmanager
-def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield the empty folder `out`.partial, locked for this process.
-
-    The folder is removed if the body raises.
-    """
-    folder = out.with_name(out.name + ".partial")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
-        _check_target(out, overwrite)  # again: another process may have created it
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(out, say):
+        if out.exists():
+            return False
+        folder = out.with_name(out.name + ".partial")
         if folder.exists():  # left behind by a process that was killed
             shutil.rmtree(folder)
         folder.mkdir()
         try:
-            yield folder
+            with path_named(folder):
+                manifest = _write_shards(paths, folder, tokenizer, text_key, say)
+                with (folder / MANIFEST).open("x") as file:
+                    file.write(json.dumps(manifest, indent=1) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync_folder(folder)
+            folder.rename(out)
+            sync_folder(out.parent)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+    return True
 
 
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder; raise ValueError if another process holds it."""
-    path = folder.with_name(folder.name + ".lock")
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = _is_same_file(lock, path)
-        except BlockingIOError:
-            is_held = False
-        if not is_held:
-            raise ValueError(
-                f"another process is writing '{folder}': wait for it, or name another "
-                "folder"
-            )
-        try:
-            yield
-        finally:
-            path.unlink()
+def prepare_cached(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    text_key: str,
+    say: Callable[[str], None],
+) -> Path:
+    """Prepare files in the cache, unless they are there; return the prepared folder.
 
-
-def _is_same_file(file: TextIO, path: Path) -> bool:
-    """Return whether the path still names the open file.
-
-    A writer removes its lock file when it ends, perhaps while we were opening it.
+    The cache is $MOEJAX_CACHE_DIR/tokens, or .cache/data/tokens beside the packages.
+    The name of a folder is made from the path, size, mtime and inode of the files, the
+    tokenizer and the key. Nothing is written beside the data, which may be read-only.
+    The cache can be removed at any time.
     """
+    stamps = [file_stamp(path) for path in files]
+    key = [FORMAT, tokenizer.sha256, tokenizer.separator, text_key, stamps]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    root = os.environ.get("MOEJAX_CACHE_DIR")
+    beside = Path(__file__).resolve().parents[2] / ".cache" / "data"
+    folder = (Path(root).expanduser().absolute() if root else beside) / "tokens" / name
+    if folder.exists():
+        return folder
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.with_name(f"{name}.lock").touch()
+    except OSError as error:
+        raise ValueError(
+            f"the data cache '{folder.parent}' cannot be written: {error.strerror}: "
+            "set MOEJAX_CACHE_DIR to a folder that is writable and has space"
+        ) from error
+    prepare(files, folder, tokenizer, text_key, say)
+    return folder
 
 
-def _publish(folder: Path, out: Path) -> None:
-    """Rename the folder to `out`, when its entries are on the disk; then remove the
-    previous `out`, if any."""
-    sync_folder(folder)
-    old = out.with_name(out.name + ".old")
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-    folder.rename(out)
-    sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def open_prepared(
+    folder: Path, tokenizer: Tokenizer
+) -> tuple[list[TokenFile], list[str]]:
+    """Open the shards of a folder that prepare() made; return them and their sha256.
 
-
-@contextlib.contextmanager
-def _hash_sources(
-    paths: Sequence[Path],
-) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Hash the sources in a thread while they are encoded.
-
-    Yields a function that returns the sources' entries for the manifest.
+    Every shard is read whole once, to compare its sha256. Raises a ValueError of one
+    line when the manifest or a shard is missing or damaged, and when the folder was
+    prepared with another tokenizer.
     """
-    before = [_stamp(path) for path in paths]
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        digests = [thread.submit(_sha256, path, stop.is_set) for path in paths]
+    path = folder / MANIFEST
+    try:
+        record = json.loads(path.read_bytes())
+        if record["format"] != FORMAT:
+            raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
+        name, sha256 = record["tokenizer"]["name"], record["tokenizer"]["sha256"]
+        separator = record["separator"]
+        shards = {str(s["file"]): str(s["sha256"]) for s in record["shards"]}
+        for shard in shards:
+            if not shard or Path(shard).name != shard or "\0" in shard:
+                raise ValueError(f"the shard {shard!r} is not a file in the folder")
+        if not shards:
+            raise ValueError("it names no shards")
+    except OSError as error:
+        raise ValueError(
+            f"'{folder}' is not a folder of prepared tokens: {MANIFEST} cannot be "
+            f"read: {error.strerror}: name its files, such as '{folder}/*.jsonl', or a "
+            "folder that tools/prepare.py made"
+        ) from error
+    except (LookupError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"'{path}' is damaged or of another format: {one_line(repr(error), 160)}: "
+            f"remove '{folder}' and prepare it again"
+        ) from error
+    if (sha256, separator) != (tokenizer.sha256, tokenizer.separator):
+        raise ValueError(
+            f"prepared with the tokenizer '{one_line(name, 120)}' (sha256 "
+            f"{one_line(sha256, 120)[:12]}, separator {one_line(separator, 40)}), but "
+            f"Data.tokenizer='{tokenizer.name}' has sha256 {tokenizer.sha256[:12]}, "
+            f"separator {tokenizer.separator}: use that, or prepare the files again"
+        )
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads, "computes checksums") as pool:
+        bins = [folder / shard for shard in shards]
+        return list(pool.map(open_shard, bins, shards.values())), list(shards.values())
 
-        def sources() -> list[dict[str, Any]]:
-            shas = [digest.result() for digest in digests]
-            for path, stamp in zip(paths, before):
-                if _stamp(path) != stamp:
-                    raise ValueError(f"'{path}' changed while it was read: try again")
-            return [
-                {"path": str(path), "num_bytes": stamp[0], "sha256": sha}
-                for path, stamp, sha in zip(paths, before, shas)
-            ]
 
-        try:
-            yield sources
-        finally:
-            stop.set()
-            thread.shutdown(cancel_futures=True)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
+def file_stamp(path: Path) -> tuple[str, int, int, int]:
+    """Return the real path, size, mtime and inode of a file, to detect a change."""
     try:
         stat = path.stat()
     except OSError as error:
         raise unreadable_error(path, error) from error
-    return stat.st_size, stat.st_mtime_ns
+    return os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def _sha256(path: Path, is_stopped: Callable[[], bool]) -> str:
+def _write_shards(
+    paths: Sequence[Path],
+    folder: Path,
+    tokenizer: Tokenizer,
+    text_key: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the documents of all files as shards, and return the manifest.
+
+    After a shard has reached SHARD_TOKENS or SHARD_DOCUMENTS, the next batch that
+    begins with a document opens a new shard.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
+    stamps = [file_stamp(path) for path in paths]
+    total_bytes = sum(size for _, size, _, _ in stamps)
+    say(f"tokenizing {len(paths)} files, {total_bytes / 1e6:,.1f} MB, into {folder}")
+    shards, done_bytes, num_empty, said_sec = [], 0, 0, time.monotonic()
+    num_documents = num_tokens = 0
+    with contextlib.ExitStack() as stack:
+
+        def next_writer() -> ShardWriter:
+            writer = ShardWriter(folder / f"shard-{len(shards):05d}.bin", dtype)
+            stack.callback(writer.close)
+            return writer
+
+        writer = next_writer()
+        for path, stamp in zip(paths, stamps):
+            for batch in _batches(read(path, text_key, tokenizer.forbidden)):
+                texts = [part for part in batch if part.text]
+                num_empty += len(batch) - len(texts)
+                if not texts:
+                    continue
+                is_full = (
+                    writer.num_tokens >= SHARD_TOKENS
+                    or writer.num_documents >= SHARD_DOCUMENTS
+                )
+                if is_full and texts[0].begins:
+                    shards.append(writer.finish())
+                    writer = next_writer()
+                token_b, start_d = _encode(texts, tokenizer)
+                writer.append(token_b, start_d)
+                num_documents += start_d.size
+                num_tokens += token_b.size
+                if time.monotonic() - said_sec >= _SECONDS_BETWEEN_REPORTS:
+                    said_sec, num_bytes = time.monotonic(), batch[-1].num_bytes
+                    say(
+                        f"  {(done_bytes + num_bytes) / 1e6:,.0f} of "
+                        f"{total_bytes / 1e6:,.0f} MB, {num_documents:,} documents, "
+                        f"{num_tokens:,} tokens"
+                    )
+            if file_stamp(path) != stamp:
+                raise ValueError(f"'{path}' changed while it was read: try again")
+            done_bytes += stamp[1]
+        if not num_documents:
+            raise ValueError(
+                f"the files hold no text ({num_empty} empty documents): check the files"
+            )
+        shards.append(writer.finish())
+    return {
+        "format": FORMAT,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "separator": tokenizer.separator,
+        "text_key": text_key,
+        "dtype": dtype.name,
+        "num_documents": num_documents,
+        "num_tokens": num_tokens,
+        "num_empty": num_empty,
+        "sources": [
+            {"path": str(path), "num_bytes": size}
+            for path, (_, size, _, _) in zip(paths, stamps)
+        ],
+        "shards": [
+            {
+                "file": shard.path.name,
+                "sha256": shard.sha256,
+                "num_documents": shard.num_documents,
+                "num_tokens": shard.num_tokens,
+            }
+            for shard in shards
+        ],
+    }
+
+
+def _batches(parts: Iterator[TextPart]) -> Iterator[list[TextPart]]:
+    """Yield the parts in batches of about BATCH_CHARS characters."""
+    batch, num_chars = [], 0
+    for part in parts:
+        batch.append(part)
+        num_chars += len(part.text)
+        if num_chars >= BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(
+    batch: list[TextPart], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a batch, and the indices at which its documents start."""
+    separator = np.array([tokenizer.separator], np.int32)
+    parts, starts, size = [], [], 0
+    ids = tokenizer.encode_blocks([part.text for part in batch])
+    for part, id_b in zip(batch, ids):
+        if part.begins:
+            starts.append(size)
+            parts.append(separator)
+        parts.append(id_b)
+        size += id_b.size + part.begins
+    return np.concatenate(parts), np.array(starts, np.int64)
+
+
+@contextlib.contextmanager
+def _locked(out: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a folder; wait while another process holds it."""
+    path = out.with_name(out.name + ".lock")
+    while True:
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another process is writing '{out}': waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_same_file(lock.fileno(), path):
+                continue  # its holder has removed the file that we waited for
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
-        return file_sha256(path, is_stopped)
-    except OSError as error:
-        raise unreadable_error(path, error) from error
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

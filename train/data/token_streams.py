@@ -8,11 +8,11 @@ Names end in `b` for tokens, `r` for runs, `d` for documents and `w` for windows
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from train.data.indexed import TokenFile
+from train.data.shards import TokenFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TokenStream:
 
 def make_token_stream(token_b: np.ndarray, start_d: np.ndarray) -> TokenStream:
     """Return the whole of one array as a token stream."""
-    file, edge_r = TokenFile(None, token_b, start_d), np.array([0, token_b.size])
+    file, edge_r = TokenFile(token_b, start_d), np.array([0, token_b.size])
     return TokenStream(
         (file,), np.zeros(1, int), np.zeros(1, np.int64), edge_r, start_d
     )
@@ -70,26 +70,20 @@ def split_held_out(
 
 
 def read_tokens(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
-    """Return the `width` tokens that begin at each start: int32 [w, width].
-
-    Raises ValueError where a block of a file that holds them is damaged.
-    """
+    """Return the `width` tokens that begin at each start: int32 [w, width]."""
     start_w = np.asarray(start_w, np.int64)
     _check_bounds(stream, start_w, width)
     token_wb = np.empty((start_w.size, width), np.int32)
-    for row_b, start in zip(token_wb, start_w.tolist()):
-        at = 0
-        for file, first, count in _spans(stream, start, width):
-            file.verify(first, first + count)
-            row_b[at : at + count] = file.token_b[first : first + count]
-            at += count
+    first_run_w = np.searchsorted(stream.edge_r, start_w, "right") - 1
+    for row_b, start, first_run in zip(token_wb, start_w.tolist(), first_run_w):
+        run, at = int(first_run), 0
+        while at < width:
+            count = min(int(stream.edge_r[run + 1]) - start - at, width - at)
+            first = int(stream.first_r[run] - stream.edge_r[run]) + start + at
+            token_b = stream.files[stream.file_r[run]].token_b
+            row_b[at : at + count] = token_b[first : first + count]
+            at, run = at + count, run + 1
     return token_wb
-
-
-def verify_tokens(stream: TokenStream, start: int, width: int) -> None:
-    """Raise ValueError if a block of a file that holds these tokens is damaged."""
-    for file, first, count in _spans(stream, start, width):
-        file.verify(first, first + count)
 
 
 def read_positions(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
@@ -108,20 +102,6 @@ def read_positions(stream: TokenStream, start_w: np.ndarray, width: int) -> np.n
         row_b[within] = within
     np.maximum.accumulate(edge_wb, axis=1, out=edge_wb)
     return np.arange(width, dtype=np.int32) - edge_wb
-
-
-def _spans(
-    stream: TokenStream, start: int, width: int
-) -> Iterator[tuple[TokenFile, int, int]]:
-    """Yield the file, the first index in it and the number of tokens of each run that
-    holds some of the tokens start .. start + width - 1, in order."""
-    run, stop = int(np.searchsorted(stream.edge_r, start, "right")) - 1, start + width
-    while start < stop:
-        count = min(int(stream.edge_r[run + 1]), stop) - start
-        first = int(stream.first_r[run] + start - stream.edge_r[run])
-        yield stream.files[stream.file_r[run]], first, count
-        start += count
-        run += 1
 
 
 def _check_bounds(stream: TokenStream, start_w: np.ndarray, width: int) -> None:

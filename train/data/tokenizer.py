@@ -9,7 +9,6 @@ import codecs
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -49,6 +48,8 @@ class Tokenizer:
     encode_special: Callable[[str], np.ndarray]
     """Function from a text to ids, int32 [b], in which names of special tokens stand
     for these tokens; as `encode` for bytes, which have none."""
+    encoder: Any = None
+    """The tokenizers.Tokenizer of a tokenizers file; None for bytes."""
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids, int32 [b], without a separator.
@@ -97,79 +98,30 @@ def stream_decoder(tokenizer: Tokenizer, context: Sequence[int] = ()) -> StreamD
 
     Bytes of an unfinished character are held back; bytes that can no longer become one
     come out as U+FFFD. The texts, joined, are the text of all ids after that of the
-    context's whole characters, up to the bytes held back. Memory does not grow.
+    context, up to the bytes held back. Memory does not grow.
     """
-    if tokenizer.name == "bytes":
+    if tokenizer.encoder is None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(map(int, context[-_MAX_UNFINISHED:])))
         return lambda ids, is_last=False: decoder.decode(bytes(map(int, ids)), is_last)
-    decode = tokenizer.decode
-    pending: list[int] = []  # ids on which the next text depends
-    num_out = 0  # characters of their text that have been returned
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(ids=list(map(int, context)), skip_special_tokens=False)
+    pending: list[int] = []  # ids whose text has not come out
 
     def step(ids: Sequence[int], is_last: bool = False) -> str:
-        nonlocal pending, num_out
+        nonlocal pending
         pending += map(int, ids)
-        num, text = len(pending), decode(pending)
-        num_settled = len(text)
-        if text.endswith("\ufffd") and not is_last:
-            num, text, num_settled = _find_settled(tokenizer, pending, text)
-        new_text = text[num_out:num_settled]
-        num_out += len(new_text)
-        is_clean = num_settled == len(text)
-        if num > _NUM_CONTEXT * (2 if is_clean else 4):
-            num_left = len(text) - num_out
-            first, text = _find_tail(tokenizer, pending[:num], text)
-            pending, num_out = pending[first:], max(0, len(text) - num_left)
-        return new_text
+        text = stream.step(tokenizer.encoder, list(map(int, ids))) if len(ids) else None
+        if text:
+            pending = []
+        return (text or "") + (tokenizer.decode(pending) if is_last else "")
 
-    step(context[-_NUM_CONTEXT:])
     return step
 
 
-def _find_settled(
-    tokenizer: Tokenizer, ids: list[int], text: str
-) -> tuple[int, str, int]:
-    """Find the longest prefix of the ids whose text ends with a whole character.
-
-    `text` is the text of all ids, and ends with U+FFFD. Returns the length of the
-    prefix, its text, and the number of its characters that no further id can change.
-    If the last bytes cannot be a character, the prefix is all ids.
-    """
-    texts = [text]
-    for num in range(len(ids) - 1, max(-1, len(ids) - 1 - _MAX_UNFINISHED), -1):
-        texts.append(tokenizer.decode(ids[:num]))
-        if not texts[-1].endswith("\ufffd"):
-            return num, texts[-1], len(texts[-1])
-    # The ids end with bytes that are not UTF-8, or with an encoded U+FFFD.
-    max_settled = max(len(text.rstrip("\ufffd")), len(text) - _MAX_UNFINISHED)
-    return len(ids), text, min(max_settled, _num_common(texts))
-
-
-def _num_common(texts: list[str]) -> int:
-    """Return the length of the longest common prefix of the texts."""
-    columns = zip(*texts)
-    return sum(1 for _ in itertools.takewhile(lambda c: len(set(c)) == 1, columns))
-
-
-def _find_tail(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str]:
-    """Find an index from which the last ids decode to the end of the whole text.
-
-    `text` is the text of all ids. The last ids then do not begin within a character.
-    Returns the index and the text of the last ids.
-    """
-    max_first = len(ids) - _NUM_CONTEXT
-    for first in range(max_first, max_first - 8, -1):
-        last_text = tokenizer.decode(ids[first:])
-        if text.endswith(last_text):
-            return first, last_text
-    return max_first, tokenizer.decode(ids[max_first:])
-
-
 _MAX_UNFINISHED = 3
-"""Maximum number of bytes of an unfinished character, and so of its tokens."""
-_NUM_CONTEXT = 16
-"""Number of ids that a stream decoder keeps, for the text of the ids that follow."""
+"""Maximum number of bytes of an unfinished character."""
 
 
 def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
@@ -251,14 +203,15 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
         encode_blocks=functools.partial(_encode_batch, encoder),
         encode_special=functools.partial(_encode_special, encoder),
         decode=functools.partial(_decode, encoder),
+        encoder=encoder,
     )
 
 
 def _parse(name: str, content: bytes) -> Any:
     """Return a tokenizers.Tokenizer without truncation, padding or special tokens."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # The library's threads do not survive a fork, and each worker has its own core.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Named, so that the library does not warn when a process with its threads forks.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import tokenizers
 
     try:

@@ -8,34 +8,20 @@ input and is not predicted. The position in the data is a step number, and any n
 processes reads the same batches.
 """
 
-import contextlib
 import hashlib
-import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moejax.config import Data
-from train.data.block_sums import BLOCK_BYTES
 from train.data.corpus import Corpus
 from train.data.mixture import apportion, find_row, make_mixture
-from train.data.token_streams import (
-    TokenStream,
-    read_positions,
-    read_tokens,
-    verify_tokens,
-)
+from train.data.permutation import permute
+from train.data.token_streams import TokenStream, read_positions, read_tokens
 
 if TYPE_CHECKING:
     from moejax.moe.types import Windows
-
-_CHECKS_BETWEEN_PAUSES = 16
-_PAUSE_SEC = 0.001
-"""Pauses of the thread that verifies used data, so that steps do not wait for it. Its
-blocks take 0.4 ms of processor time between two pauses: at most 750 MB/s."""
 
 
 class TrainBatches:
@@ -55,7 +41,6 @@ class TrainBatches:
             _Epochs(stream.num_tokens, cfg.seq_len, _seed(cfg.seed, i))
             for i, stream in enumerate(self._streams)
         ]
-        self._check_of_used: Future[None] | None = None
 
     @property
     def num_windows(self) -> list[int]:
@@ -63,13 +48,7 @@ class TrainBatches:
         return [epochs.num_windows for epochs in self._epochs]
 
     def rows(self, step: int, start: int, stop: int) -> "Windows":
-        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1].
-
-        Raises ValueError for a damaged block of the files, also for one that
-        `used_verified` has found.
-        """
-        if self._check_of_used is not None and self._check_of_used.done():
-            self._check_of_used.result()
+        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1]."""
         items = self._items(step, start, stop)
         starts = [self._epochs[corpus].first_token(item) for corpus, item in items]
         return _read(self._streams, [c for c, _ in items], starts, self._cfg)
@@ -84,66 +63,6 @@ class TrainBatches:
             for corpus, item in self._items(step, start, stop)
             for epoch, window in [self._epochs[corpus].window(item)]
         ]
-
-    @contextlib.contextmanager
-    def used_verified(
-        self,
-        num_steps: int,
-        rows: Sequence[int],
-        is_stopped: Callable[[], bool],
-        say: Callable[[str], None] = print,
-    ) -> Iterator[None]:
-        """Verify in a thread, while the body runs, what steps 0 .. num_steps - 1 used.
-
-        `rows` are the batch rows of this process, whose windows it verifies. The body
-        is followed by a wait for the thread, which `say` announces, and which ends
-        early once `is_stopped` returns True. Damage raises ValueError there, or in the
-        next call of `rows`.
-        """
-        has_ended = threading.Event()
-
-        def verify() -> None:
-            for number, _ in enumerate(self._verify_used(num_steps, rows), 1):
-                pause_sec = 0 if number % _CHECKS_BETWEEN_PAUSES else _PAUSE_SEC
-                if is_stopped() or has_ended.wait(pause_sec):
-                    return
-
-        with ThreadPoolExecutor(1, "verifies used data") as thread:
-            self._check_of_used = thread.submit(verify)
-            try:
-                yield
-                if not (self._check_of_used.done() or is_stopped()):
-                    say(
-                        "still verifying the data of the steps before this attempt: "
-                        "the run ends when that is done"
-                    )
-                self._check_of_used.result()
-            finally:
-                has_ended.set()
-
-    def _verify_used(self, num_steps: int, rows: Sequence[int]) -> Iterator[None]:
-        """Verify the windows of these rows; or, where the files have fewer blocks than
-        the windows of the steps filled, these rows' share of the blocks. Yield after
-        each."""
-        width = self._cfg.seq_len + 1
-        files = [f for s in self._streams for f in s.files if f.check]
-        checks = [file.check for file in files]
-        itemsize = max((file.token_b.itemsize for file in files), default=1)
-        blocks_per_window = max(1, width * itemsize // BLOCK_BYTES)
-        num_used = num_steps * self.batch_size * blocks_per_window
-        if num_used < sum(check.num_blocks for check in checks):
-            for step, row in itertools.product(range(num_steps), rows):
-                ((corpus, item),) = self._items(step, row, row + 1)
-                start = self._epochs[corpus].first_token(item)
-                verify_tokens(self._streams[corpus], start, width)
-                yield
-            return
-        blocks = ((check, k) for check in checks for k in range(check.num_blocks))
-        own = set(rows)
-        for number, (check, k) in enumerate(blocks if num_steps else ()):
-            if number % self.batch_size in own:
-                check.verify_blocks(k, k + 1)
-                yield
 
     def _items(self, step: int, start: int, stop: int) -> list[tuple[int, int]]:
         assert 0 <= start <= stop <= self.batch_size, (start, stop, self.batch_size)
@@ -196,18 +115,17 @@ class _Epochs:
     """Windows of one corpus, shuffled anew in each epoch."""
 
     def __init__(self, num_tokens: int, seq_len: int, seed: int) -> None:
-        import grain  # not at the top: it imports jax before backend flags are set
-
         self._seq_len, self._seed = seq_len, seed
         # One window fewer than fits leaves at least seq_len tokens for the phase.
         self.num_windows = max(1, (num_tokens - 1) // seq_len - 1)
         self._num_phases = num_tokens - self.num_windows * seq_len
-        windows = grain.MapDataset.range(self.num_windows)
-        self._order = windows.seed(seed).shuffle().repeat(None)
+        (self._order_seed,) = np.random.SeedSequence((seed, 1)).generate_state(1)
 
     def window(self, item: int) -> tuple[int, int]:
-        """Return the epoch and window of an item. Grain shuffles again every epoch."""
-        return item // self.num_windows, int(self._order[item])
+        """Return the epoch and window of an item."""
+        epoch, index = divmod(item, self.num_windows)
+        seed = (int(self._order_seed) + epoch) % 2**32
+        return epoch, permute(index, self.num_windows, seed)
 
     def first_token(self, item: int) -> int:
         """Return the index in the stream of the first token of an item's window."""

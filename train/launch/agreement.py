@@ -22,7 +22,7 @@ from train.launch import coordinator
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy",
-    "ml-dtypes", "grain", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
+    "ml-dtypes", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
 )  # fmt: skip
 """Distributions that decide what is computed or read."""

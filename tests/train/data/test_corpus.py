@@ -1,20 +1,17 @@
 """Corpora that Data.corpus can name: all kinds of files, splitting, and refusals."""
 
 import dataclasses
-import hashlib
 import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from moejax.config import Data
-from tests.support.corpora import random_documents, write_bin
 from train import data
-from train.data.encoding import Recipe
 from train.data.prepared import prepare
 from train.data.token_streams import read_tokens
+from train.data.tokenizer import load_tokenizer
 
 SMALL = Data(seq_len=4, held_out_every=3)
 TEXTS = [f"text {i} " + "x" * i for i in range(12)]
@@ -65,15 +62,14 @@ def read_both(corpus):
     return all_tokens(source.train), all_tokens(source.held_out)
 
 
-def test_one_text_file_is_its_bytes_split_at_its_end(tmp_path):
-    text = bytes(range(256)) * 4
+def test_one_text_file_is_one_document_split_at_its_end(tmp_path):
+    text = bytes(range(1, 128)) * 8
     (tmp_path / "text.txt").write_bytes(text)
     corpus = load(tmp_path / "text.txt", held_out_every=10)
     train, held_out = read_both(corpus)
-    assert (len(train), len(held_out)) == (922, 102)
-    assert bytes(train + held_out) == text
+    assert (len(train), len(held_out)) == (916, 101)
+    assert bytes(train + held_out) == b"\0" + text
     assert corpus.name == "text.txt"
-    assert corpus.sha256 == hashlib.sha256(text).hexdigest()
     assert corpus.sources[0].train.start_d.tolist() == [0]
 
 
@@ -98,31 +94,9 @@ def test_a_glob_of_texts_and_one_of_parquet(tmp_path):
     assert read_both(load(folder / "all.parquet")) == split_texts(TEXTS)
 
 
-def test_npy_documents_start_at_separators(tmp_path):
-    np.save(tmp_path / "a.npy", np.array(concatenate_texts(TEXTS), np.uint16))
-    assert read_both(load(tmp_path / "a.npy")) == split_texts(TEXTS)
-
-
-def test_bin_by_its_name_that_of_its_index_or_a_glob(tmp_path):
-    documents = random_documents(0, 20)
-    write_bin(tmp_path / "a.bin", documents[:9])
-    write_bin(tmp_path / "b.bin", documents[9:], np.int32)
-    corpus = load(tmp_path / "*")
-    assert (
-        all_tokens(corpus.sources[0].held_out)
-        == np.concatenate(documents[2::3]).tolist()
-    )
-    assert load(tmp_path / "*.idx").sha256 == corpus.sha256
-    one = load(tmp_path / "a.bin")
-    assert one.sha256 == load(tmp_path / "a.idx").sha256
-    digest = hashlib.sha256((tmp_path / "a.bin").read_bytes())
-    digest.update((tmp_path / "a.idx").read_bytes())
-    assert one.sha256 == digest.hexdigest()
-
-
 def test_a_prepared_folder_is_the_same_data_as_its_sources(tmp_path):
     source = write_lines(tmp_path / "a.jsonl")
-    prepare([source], tmp_path / "shards", Recipe())
+    prepare([source], tmp_path / "shards", load_tokenizer("bytes"))
     corpus = load(tmp_path / "shards")
     assert read_both(corpus) == split_texts(TEXTS)
     assert corpus.sha256 == load(source).sha256
@@ -166,7 +140,7 @@ def test_several_corpora_have_weights(tmp_path):
     plain = tmp_path / "b.txt"
     plain.write_text("abcdefghij" * 30)
     by_size = load([source, plain])
-    assert by_size.weights[1] == 200 / by_size.num_train_tokens
+    assert by_size.weights[1] == 201 / by_size.num_train_tokens
     given = load([source, plain, "pysrc"], weights=(2.0, 1.0, 1.0))
     assert given.weights == (0.5, 0.25, 0.25)
     assert given.name == "a.jsonl + b.txt + pysrc"
@@ -182,22 +156,22 @@ def test_whole_documents_for_evaluation(tmp_path):
 
 
 def test_the_shortest_file_is_one_window_over_and_over(tmp_path):
-    text = bytes(range(10))
+    text = b"abcdefghi"
     (tmp_path / "text.txt").write_bytes(text)
     cfg = Data(corpus=str(tmp_path / "text.txt"), seq_len=4, held_out_every=2)
     corpus = data.load_corpus(cfg, 256)
     batches = data.TrainBatches(corpus, cfg, batch_size=3)
-    assert batches.rows(7, 0, 3).token_bt.tolist() == [list(text[:5])] * 3
+    assert batches.rows(7, 0, 3).token_bt.tolist() == [[0, *text[:4]]] * 3
     held_out = data.HeldOut(corpus, cfg, 1, 1).rows(0, 0, 1)
-    assert held_out.token_bt.tolist() == [list(text[5:])]
+    assert held_out.token_bt.tolist() == [list(text[4:])]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "' is not a file: check the path"),
-        (b"", "' is empty: give a file that holds text"),
-        (b"x" * 14, "' has 10 tokens to train on and 4 held out, but a window of "),
+        (b"", "': the files hold no text (1 empty documents): check the files"),
+        (b"x" * 13, "' has 10 tokens to train on and 4 held out, but a window of "),
     ],
 )
 def test_a_bad_file_is_one_clear_line(tmp_path, text, message):
@@ -208,62 +182,26 @@ def test_a_bad_file_is_one_clear_line(tmp_path, text, message):
 
 
 def test_files_that_make_no_corpus(tmp_path):
-    write_bin(tmp_path / "a.bin", random_documents(0, 20))
-    write_lines(tmp_path / "a.jsonl")
-    (tmp_path / "a.txt.xz").write_bytes(b"")
-    assert "name them as two corpora" in refusal(tmp_path / "a.[bj]*")
-    assert "a folder without manifest.json: name its files" in refusal(tmp_path)
-    assert "has a compression format that is not supported" in refusal(
-        tmp_path / "a.txt.xz"
-    )
+    source = write_lines(tmp_path / "a.jsonl")
+    (tmp_path / "a.bin").touch()
+    assert "holds tokens, not text: name a folder" in refusal(tmp_path / "a.[bj]*")
+    assert "name its files, such as" in refusal(tmp_path)
     assert "matches no file" in refusal(tmp_path / "*.none")
-    (tmp_path / "a.idx").unlink()
-    assert "a.idx' cannot be read" in refusal(tmp_path / "a.bin")
-
-
-def test_ids_beyond_the_vocabulary(tmp_path):
-    write_bin(tmp_path / "a.bin", [np.array([0, 1, 700]) for _ in range(20)])
-    message = refusal(tmp_path / "a.bin", vocab_size=700)
-    assert "has the id 700, but Model.vocab_size=700: set Model.vocab_size to 701" in (
-        message
-    )
-    corpus = load(tmp_path / "a.bin", vocab_size=701)
-    assert data.byte_sample(corpus, 100) is None
     assert "has 256 ids, but Model.vocab_size=255" in refusal("x.txt", vocab_size=255)
+    with source.open("a") as file:
+        file.write("{\n")
+    assert "a.jsonl:13' is not a document: not JSON" in refusal(source)
 
 
-@pytest.fixture
-def shards(tmp_path, monkeypatch):
-    """A prepared folder of several shards."""
-    monkeypatch.setattr("train.data.prepared.SHARD_DOCUMENTS", 4)
-    monkeypatch.setattr("train.data.encoding.BLOCK_CHARS", 20)
+def test_a_damaged_shard_and_another_tokenizer_are_named(tmp_path):
     folder = tmp_path / "shards"
-    prepare([write_lines(tmp_path / "a.jsonl")], folder, Recipe())
-    assert (folder / "shard-00001.bin").is_file()
-    return folder
-
-
-@pytest.mark.parametrize("name", ["shard-00001.bin", "shard-00001.idx"])
-def test_a_missing_shard_is_named(shards, name):
-    (shards / name).unlink()
-    assert f"{name}, which manifest.json names, is missing" in refusal(shards)
-
-
-def test_a_changed_shard_is_named(shards):
-    path = shards / "shard-00001.bin"
-    path.write_bytes(path.read_bytes()[:-2] + b"aa")
-    assert "shard-00001.bin' differs from its sha256 in manif" in refusal(shards)
-    path.write_bytes(path.read_bytes()[:-2])
-    assert "one of the two is cut short" in refusal(shards)
-
-
-def test_another_tokenizer_than_that_of_the_manifest(shards):
-    assert "prepared with the tokenizer 'bytes' (sha256 " in refusal(
-        shards, separator=1
-    )
-    path = shards / "manifest.json"
-    path.write_text(path.read_text().replace('"sha256"', '"sha"'))
-    assert "is damaged: it has no tokenizer" in refusal(shards)
+    prepare([write_lines(tmp_path / "a.jsonl")], folder, load_tokenizer("bytes"))
+    message = refusal(folder, separator=1)
+    assert message.startswith(f"Data.corpus='{folder}': prepared with the tokenizer")
+    path = folder / "shard-00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    message = refusal(folder)
+    assert message.startswith(f"Data.corpus='{folder}': '{path}' with its .idx differs")
 
 
 def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
@@ -287,13 +225,13 @@ def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
 
 def test_a_byte_sample_is_spread_and_shared(tmp_path):
     for name in "ab":
-        text = name.encode() * 100_000 + name.upper().encode() * 300_000
+        text = name.encode() * 99_999 + name.upper().encode() * 300_000
         (tmp_path / name).write_bytes(text)
     corpus = load([tmp_path / "a", tmp_path / "b"], weights=(3.0, 1.0))
     sample = data.byte_sample(corpus, 2**18)
     assert sample.size == 2**18
-    count = {x: int((sample == ord(x)).sum()) for x in "aAbB"}
-    assert count["a"] + count["A"] == 3 * 2**16
+    count = {x: int((sample == ord(x)).sum()) for x in "\0aAbB"}
+    assert count["a"] + count["A"] + 1 == 3 * 2**16
     assert count["A"] > 0
     assert count["a"] > 0
     assert data.byte_sample(corpus, 2**26).size == corpus.num_train_tokens
