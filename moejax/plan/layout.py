@@ -17,7 +17,8 @@ from the float32 master parameters into the slots:
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
@@ -198,6 +199,17 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> "Layout":
+        """Return the layout of fields as JSON has them, such as those in plans.jsonl:
+        with a list for a tuple, and a dict for `tensor` and `domain`."""
+        tensor, domain = fields["tensor"], fields["domain"]
+        if domain is not None:
+            sizes = {name: tuple(domain[name]) for name in ("sizes", "shared")}
+            domain = Domain(**domain | sizes)
+        parts = {"tensor": tensor and Tensor(**tensor), "domain": domain}
+        return cls(**fields | {"axes": tuple(fields["axes"])} | parts)
 
     @property
     def num_slots(self) -> int:

@@ -1,11 +1,12 @@
 """Layouts: shapes, limits and all errors."""
 
 import dataclasses
+import json
 
 import pytest
 
 from moejax.plan.layout import ROW_MULTIPLE, Layout, Topology
-from moejax.plan.parallel import Domain
+from moejax.plan.parallel import Domain, Tensor
 
 LAYOUT = Layout(
     num_experts=4,
@@ -180,3 +181,17 @@ def test_capacity_mode_needs_a_row_for_each_slot():
             exchange="capacity",
             store="sharded",
         )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"domain": Domain((2, 2), (1, 2)), "axes": ("dc", "expert")},
+        {"tensor": Tensor("s1h", 2, 2)},
+    ],
+)
+def test_a_layout_comes_back_from_the_json_of_its_fields(fields):
+    layout = Layout(8, 4, 2, 16, **fields)
+    record = json.loads(json.dumps(dataclasses.asdict(layout)))
+    assert Layout.from_record(record) == layout
