@@ -8,15 +8,13 @@ from moejax.interop.architecture import CONFIG
 from moejax.interop.companions import read_text_ids
 from train.checkpoint.load import (
     CheckpointSource,
+    FolderSource,
     LoadedModel,
     find_checkpoints,
-    load_model,
-)
-from train.checkpoint.load_folder import (
-    FolderSource,
     find_folder,
     is_folder,
     load_folder,
+    load_model,
 )
 from train.checkpoint.record import has_checkpoint
 from train.config import gin_reader

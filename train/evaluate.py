@@ -23,8 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import cli, data
-from train.checkpoint.load import LoadedModel
-from train.checkpoint.load_folder import is_folder
+from train.checkpoint.load import LoadedModel, is_folder
 from train.config.names import config_from_record
 from train.data.token_streams import TokenStream, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder

@@ -150,7 +150,6 @@ def _train(
                 balancing, compile_sec = _compile(job, meta, ends, voice)
             if state is None:
                 state = _first_state(job, run_dir, voice)
-            checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
             balancing.record_start(first + 1)

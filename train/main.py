@@ -248,7 +248,7 @@ def run(cfg: Config, args: argparse.Namespace) -> int:
     facts["--track"] = ",".join(args.track)
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
-    from train.checkpoint.aside import go_back
+    from train.checkpoint.record import go_back
     from train.logs.run_dir import share
     from train.loop import Extras, train
     from train.summary import finished_summary, summarise

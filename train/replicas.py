@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from moejax.axes import sharding
 from train.balance.balancing import Balancing
 from train.checkpoint.checkpoints import Checkpointer
-from train.checkpoint.checksum import as_own, named_leaves, replicated_over, shard_sum
+from train.checkpoint.checksum import array_sum, named_leaves
 from train.job import Job
 from train.launch.processes import Watchdog
 from train.launch.program import RunFailed
@@ -259,8 +259,12 @@ def _sums_on_mesh(leaves: list, mesh: Mesh, specs: list[PartitionSpec]) -> jax.A
     axes = tuple(mesh.axis_names)
 
     def local(shards: list[jax.Array]) -> jax.Array:
-        own = (as_own(shard, spec, axes) for shard, spec in zip(shards, specs))
-        return jnp.stack([shard_sum(shard) for shard in own])[None]
+        sums = []
+        for shard, spec in zip(shards, specs):
+            over = _not_used(spec, axes)
+            own = jax.lax.pcast(shard, over, to="varying") if over else shard
+            sums.append(array_sum(own))
+        return jnp.stack(sums)[None]
 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(axes, None)
@@ -268,8 +272,14 @@ def _sums_on_mesh(leaves: list, mesh: Mesh, specs: list[PartitionSpec]) -> jax.A
     return run(leaves)
 
 
+def _not_used(spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of a mesh over which an array with this spec is not split."""
+    dims = [(dim,) if isinstance(dim, str) else dim for dim in spec if dim is not None]
+    return tuple(axis for axis in axes if not any(axis in dim for dim in dims))
+
+
 def _replicated_over(leaf) -> tuple[str, ...]:
-    return replicated_over(leaf.sharding.spec, leaf.sharding.mesh.axis_names)
+    return _not_used(leaf.sharding.spec, leaf.sharding.mesh.axis_names)
 
 
 def _num_replicas(leaf) -> int:

@@ -10,7 +10,6 @@ from moejax.config import Config
 from tests.support.metrics_lines import DECISIONS, balanced_lines, write_run
 from tools import compare_runs
 from train.checkpoint.record import make_record
-from train.checkpoint.retention import Saved
 from train.config import gin_reader
 from train.logs.record_lines import TIMED
 
@@ -39,7 +38,7 @@ def make_run(folder):
 def save(folder, step: int, arrays) -> None:
     path = folder / "checkpoints" / str(step) / "record"
     path.mkdir(parents=True, exist_ok=True)
-    record = make_record(Saved(step, None), arrays, {})
+    record = make_record(step, arrays, {})
     (path / "metadata").write_text(json.dumps(record))
 
 

@@ -34,10 +34,11 @@ def disturbed_run(cfg, args) -> int:
     """Do what main.run does, with wrappers around the function that the training loop
     calls before each step, and around the start of a save. jax, which they import, has
     its flags by now."""
-    from train.balance.balancing import Balancing
-    from train.checkpoint.writer import Writer
+    from orbax.checkpoint import AsyncCheckpointer
 
-    before, start = Balancing.before, Writer.start
+    from train.balance.balancing import Balancing
+
+    before, save = Balancing.before, AsyncCheckpointer.save
     pace_sec = float(os.environ[PACE])
 
     def before_slowly(self, step: int, state):
@@ -48,13 +49,13 @@ def disturbed_run(cfg, args) -> int:
             report(order | {"leaf": leaf, "device": device, "step": step})
         return state
 
-    def start_and_die(self, step: int, *words, **named):
-        start(self, step, *words, **named)
+    def save_and_die(self, path: pathlib.Path, *words, **named):
+        save(self, path, *words, **named)
         if order := take_order(DIE_IN_SAVE):
-            report(order | {"step": step})
+            report(order | {"step": int(path.name)})
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Balancing.before, Writer.start = before_slowly, start_and_die
+    Balancing.before, AsyncCheckpointer.save = before_slowly, save_and_die
     return run(cfg, args)
 
 

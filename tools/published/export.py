@@ -25,8 +25,8 @@ from moejax.interop.export import WRITTEN_DTYPES, Export
 from moejax.interop.published import read_architecture
 from moejax.interop.write import require_new
 from moejax.model.flops import num_params
-from train.checkpoint.disk import num_written_bytes
 from train.checkpoint.load import CheckpointSource, find_checkpoints
+from train.checkpoint.record import num_written_bytes
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
 from train.launch.program import start
@@ -54,8 +54,8 @@ def work(args: argparse.Namespace) -> dict:
     files = companions(folder, source.cfg)
     start(source.cfg)
     from moejax.interop.published import write_model
+    from tools.published.on_devices import as_views
     from train.checkpoint.load import load_model
-    from train.checkpoint.on_devices import as_views
 
     begun_sec = time.monotonic()
     with counted("reading the checkpoint", BYTES):

@@ -62,8 +62,7 @@ def own_config(cfg: Config, args: argparse.Namespace) -> Config:
 def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
     """Save the state at step 0 of a run that starts from the folder of `cfg`, as a
     checkpoint of the configuration `own`; return its bytes."""
-    from train.checkpoint import disk
-    from train.checkpoint.checkpoints import Checkpointer
+    from train.checkpoint.checkpoints import Checkpointer, num_bytes
     from train.checkpoint.from_hf import first_state
     from train.checkpoint.identity import FORMAT
     from train.job import prepare_model
@@ -77,14 +76,14 @@ def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
     state = first_state(run, model.optimizer, store, watch=watch)
     plan = {"plan": run.home_plan().to_json(), "num_owners": run.num_owners}
     meta = {"format": FORMAT, "config": own.to_dict(), "data": None, "balance": None}
-    num_bytes = disk.num_bytes(state)
+    size = num_bytes(state)
     checkpointer = Checkpointer(run_dir / "checkpoints", cfg.checkpoint)
     try:
-        with counted("writing", BYTES, num_bytes, checkpointer.num_written_bytes):
+        with counted("writing", BYTES, size, checkpointer.num_written_bytes):
             checkpointer.save(0, state, meta | plan)
             is_saved = checkpointer.wait()
     finally:
         checkpointer.close()
     if not is_saved:
         raise RunFailed(f"the checkpoint was not saved: {checkpointer.last_failure}")
-    return num_bytes
+    return size

@@ -1,24 +1,30 @@
 """Save and restore checkpoints: asynchronous, atomic, and verified on restore.
 
     <directory>/<step>/state          the arrays, in orbax's format
-    <directory>/<step>/record         JSON: meta, eval_loss, and for each array its
-                                      dtype, shape and checksum; a sha256 of it all
-    <directory>/<step>.corrupt[-n]    a damaged checkpoint that restore has renamed;
-                                      we never delete it
+    <directory>/<step>/record         JSON, with a checksum for each array (record.py)
+    <directory>/<step>.corrupt[-n]    a damaged checkpoint that a restore has renamed
 
-This module handles three weaknesses of orbax: it restores flipped bits without an
-error, it takes an empty directory for a checkpoint, and with several processes it waits
-for one whose save has failed.
+    main thread     save(step, ..) -- trains on ------------------------------ wait()
+    orbax           copies arrays to the host | writes files, meets other processes
+    a thread here                             | waits for orbax, syncs, removes older
+                                                checkpoints; or notes a failure at once
 
-Several processes save and restore together, on one file system. Process 0 decides,
-renames and removes; each process reads and writes the shards of its devices.
+orbax restores flipped bits without an error, takes an empty directory for a checkpoint,
+and tells of a failed save at its next call alone: hence the checksums, the record and
+the thread. Several processes save and restore together, on one file system. Process 0
+decides, renames and removes; each process reads and writes the shards of its devices.
 """
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import math
 import os
 import pathlib
+import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -26,20 +32,19 @@ import jax
 import orbax.checkpoint as ocp
 
 from moejax import config
-from train.checkpoint import disk, retention, save_time
-from train.checkpoint.aside import set_aside
 from train.checkpoint.checksum import checksums, describe_arrays, require_same_arrays
-from train.checkpoint.orbax_quirks import quiet_orbax, remove_unfinished, shorten
 from train.checkpoint.record import (
-    DamagedCheckpointError,
+    good_records,
     list_steps,
     make_record,
+    num_written_bytes,
     read_record,
     read_record_on_all,
-    saved_part,
+    set_aside,
+    shorten,
+    step_before,
+    steps_to_remove,
 )
-from train.checkpoint.retention import Saved
-from train.checkpoint.writer import Writer
 from train.files import sync_tree
 from train.launch import failures
 from train.launch.processes import (
@@ -53,6 +58,13 @@ from train.launch.program import FAILED, RunFailed, say_loudly
 
 MAX_FAILED_SAVES = 3
 """Number of failed saves in a row after which the run stops."""
+SLOW_SAVE_SEC = 30
+"""A save that takes longer is told of, with the time that a stopped run needs."""
+WEEK_SEC = 7 * 24 * 3600
+"""Orbax's limit on a save. It is long, because the watchdog ends a save that has
+stopped, and no other."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""Orbax writes a step under its name with this suffix, and renames it when complete."""
 
 
 class CheckpointError(RunFailed):
@@ -69,16 +81,17 @@ class Restored:
 
 
 @dataclasses.dataclass
-class _Pending:
+class _Save:
     """A save in flight."""
 
-    saved: Saved
+    step: int
     num_bytes: int
     begun_sec: float
-    duration_sec: float = math.inf
-    """Time from its first byte on the host until the checkpoint is on the disk."""
-    room: str = ""
-    """Bytes needed and free at the moment of its failure."""
+    thread: threading.Thread | None = None
+    duration_sec: float = 0.0
+    error: BaseException | None = None
+    reason: str = ""
+    """The error in one line, with the bytes needed and free when it happened."""
     remarks: tuple[str, ...] = ()
     """Lines about old checkpoints that could not be removed."""
 
@@ -94,21 +107,22 @@ class Checkpointer:
         say: Callable[[str], None] = say_loudly,
     ) -> None:
         self._directory = pathlib.Path(directory).absolute()
-        self._cfg = cfg
-        self._say = say
-        self._remarks: set[str] = set()
-        self._pending: _Pending | None = None
+        self._cfg, self._say = cfg, say
+        self._in_flight: _Save | None = None
         self._current: int | None = None
+        """The step that was saved or restored last."""
+        self._told_sec = 0.0
         self._num_failed = 0
         self.last_failure = ""
         """Why the last save that failed did so, in one line."""
-        from_first_process(lambda: self._directory.mkdir(parents=True, exist_ok=True))
+
+        def prepare() -> None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self._directory)
+
+        from_first_process(prepare)
         quiet_orbax()
-        self._read_saved()
-        rates = [self._saved[step].bytes_per_sec for step in sorted(self._saved)]
-        self._bytes_per_sec = ([None] + [rate for rate in rates if rate])[-1]
-        self._told_rate: float | None = None
-        self._writer = Writer(self._directory)
+        self._orbax = _new_orbax()
 
     def save(
         self,
@@ -131,51 +145,67 @@ class Checkpointer:
         self.wait()
         if step == self._current:
             return
-        num_bytes = disk.num_bytes(state)
+        needed_bytes = num_bytes(state)
         try:
-            lack = from_first_process(lambda: self._make_room_for(step, num_bytes))
+            lack = from_first_process(lambda: self._make_room_for(step, needed_bytes))
         except OSError as error:
             lack = shorten(error)
         if lack:
-            self._report_failure(step, lack)
+            self._count_failure(step, lack)
             return
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None
-        saved = Saved(step, eval_loss, num_skipped, self._bytes_per_sec)
-        record = make_record(saved, describe_arrays(state), meta)
-        pending = _Pending(saved, num_bytes, begun_sec=time.monotonic())
+        record = make_record(step, describe_arrays(state), meta, eval_loss, num_skipped)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+        )
+        self._in_flight = save = _Save(step, needed_bytes, time.monotonic())
         try:
-            self._writer.start(
-                step,
-                state,
-                record,
-                finish=lambda: self._finish(pending),
-                fail=lambda error: self._note_failure(pending, error),
-            )
+            self._orbax.save(self._directory / str(step), args=items)
         except Exception as error:
-            self._note_failure(pending, error)
-            self._clean_up(pending, error)
-        else:
-            self._pending = pending
+            self._note_failure(save, error)
+            self.wait()
+            return
+        save.thread = threading.Thread(
+            target=self._finish, args=(save,), name="a save in flight"
+        )
+        save.thread.start()
 
     def wait(self) -> bool:
         """Wait until no save is in flight; return whether the last one succeeded."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                self._writer.wait()
-            except Exception as error:
-                self._clean_up(pending, error)
-            else:
-                wait_for_all(f"saved {pending.saved.step}")
-                self._accept(pending)
-        return self._num_failed == 0
+        save, self._in_flight = self._in_flight, None
+        if save is None:
+            return self._num_failed == 0
+        if save.thread is not None:
+            save.thread.join()
+        if save.error is not None:
+            with contextlib.suppress(Exception):  # it raises the noted error again
+                self._orbax.close()
+            self._orbax = _new_orbax()
+            with contextlib.suppress(OSError):  # the next save tries it again
+                remove_unfinished(self._directory)
+            self._count_failure(save.step, save.reason, save.error)
+            return False
+        wait_for_all(f"saved {save.step}")
+        self._num_failed, self._current = 0, save.step
+        for line in save.remarks:
+            self._say(line)
+        if save.duration_sec > max(SLOW_SAVE_SEC, 2 * self._told_sec):
+            self._told_sec = save.duration_sec
+            stop = math.ceil(2 * save.duration_sec + 60)
+            self._say(
+                f"the save of step {save.step} took {save.duration_sec:.0f} s for "
+                f"{save.num_bytes / 1e9:.3g} GB: a stopped run may wait for two saves, "
+                f"so give it {stop} s (SLURM: --signal=TERM@{stop}; "
+                f"tools/launch/local.py: --grace_sec={stop})"
+            )
+        return True
 
     def close(self) -> None:
         try:
             self.wait()
         finally:
-            self._writer.close()
+            self._orbax.close()
 
     def settle(self) -> None:
         """Wait until no save is in flight, for a run that ends for another reason: if
@@ -194,89 +224,14 @@ class Checkpointer:
     def num_written_bytes(self) -> int:
         """Return the bytes of all checkpoints, the unfinished one included. The number
         changes as long as a save goes on."""
-        return disk.num_written_bytes(self._directory)
+        return num_written_bytes(self._directory)
 
     def step_before(self, updated_step: int) -> int | None:
         """Return the checkpoint to go back to when all updates after `updated_step`
         were skipped, or None without one. A save in flight does not count."""
-        return retention.step_before(self._saved.values(), updated_step)
-
-    def say_save_time(self, state) -> None:
-        """Say how long a save takes, and what a stopped run needs, if checkpoints are
-        large; try the speed of the disk if no save has shown it."""
-        num_bytes, source = disk.num_bytes(state), "the last save"
-        if num_bytes < save_time.LARGE_BYTES:
-            return
-        if self._bytes_per_sec is None:
-            source = "one file written as a trial"
-            self._bytes_per_sec = from_first_process(
-                lambda: save_time.probe(self._directory)
-            )
-        if self._bytes_per_sec is not None:
-            self._tell_rate(num_bytes, self._bytes_per_sec, "takes about", source)
-
-    def _tell_rate(self, num_bytes: int, rate: float, verb: str, source: str) -> None:
-        self._told_rate = rate
-        self._say(save_time.describe(num_bytes, rate, verb, source))
-
-    def _make_room_for(self, step: int, num_bytes: int) -> str:
-        """Remove unfinished saves; return why there is no room for another, or ''."""
-        if os.path.lexists(self._directory / str(step)):
-            raise ValueError(
-                f"{self._directory} has a checkpoint of step {step} that this run did "
-                "not write: restore it first, or use another run directory"
-            )
-        remove_unfinished(self._directory)
-        return disk.lack_of_room(self._directory, num_bytes)
-
-    def _finish(self, pending: _Pending) -> None:
-        """Bring a complete checkpoint to the disk, then remove older ones.
-
-        Called in a thread. tensorstore has synced its files; orbax has synced neither
-        the record nor the folders.
-        """
-        path = self._directory / str(pending.saved.step)
-        if is_first():
-            if not path.exists():
-                raise FileNotFoundError("the writer ended without a checkpoint")
-            sync_tree(path)
-            steps = list_steps(self._directory)
-            saved = [*self._saved.values(), pending.saved]
-            saved = [x for x in saved if x.step in steps]  # a user may have moved some
-            outdated = retention.steps_to_remove(steps, saved, self._cfg)
-            pending.remarks = tuple(retention.remove(self._directory, outdated))
-        pending.duration_sec = time.monotonic() - pending.begun_sec
-
-    def _note_failure(self, pending: _Pending, error: BaseException) -> None:
-        """Note the room on the disk before files are removed, in any thread. With
-        several processes, end all of them at once."""
-        pending.room = disk.describe_room(self._directory, pending.num_bytes)
-        if not are_several():
-            return
-        step = pending.saved.step
-        good = max((s for s in self._saved if s != step), default="none")
-        line = (
-            f"SAVE FAILED: checkpoint {step} in {self._directory}: {shorten(error)}; "
-            f"{pending.room}; the last good one is {good}: free disk space, and start "
-            "the run again"
+        return from_first_process(
+            lambda: step_before(good_records(self._directory), updated_step)
         )
-        failures.end_all(FAILED, line)
-
-    def _accept(self, pending: _Pending) -> None:
-        """Take a complete checkpoint as the last good one."""
-        step, num_bytes = pending.saved.step, pending.num_bytes
-        self._num_failed, self._current = 0, step
-        self._saved[step] = pending.saved
-        there = set(from_first_process(lambda: list_steps(self._directory)))
-        self._saved = {s: saved for s, saved in self._saved.items() if s in there}
-        for line in pending.remarks:
-            if line not in self._remarks:
-                self._say(line)
-        self._remarks.update(pending.remarks)
-        rate = num_bytes / pending.duration_sec
-        if save_time.needs_saying(num_bytes, self._told_rate, rate):
-            self._tell_rate(num_bytes, rate, "took", f"the save of step {step}")
-        self._bytes_per_sec = rate
 
     def restore(
         self,
@@ -306,66 +261,106 @@ class Checkpointer:
             if state is not None:
                 self._current = step
                 return Restored(step, state, record["meta"])
-            self._set_aside(step, damage)
+            path = self._directory / str(step)
+            new = from_first_process(lambda: str(set_aside(path, "corrupt")))  # noqa: B023
+            self._say(f"CORRUPT CHECKPOINT {step} renamed to {new}: {damage}")
         if steps:
             self._say(
                 f"NO GOOD CHECKPOINT: all {len(steps)} in {self._directory} are damaged"
             )
         return None
 
-    def _read_saved(self) -> None:
-        """Remove unfinished saves, and read the records of the remaining checkpoints.
-
-        Damaged ones are left out, and reported by restore().
-        """
-
-        def read() -> list[dict]:
-            remove_unfinished(self._directory)
-            parts = []
-            for step in list_steps(self._directory):
-                with contextlib.suppress(DamagedCheckpointError):
-                    part = saved_part(read_record(self._directory, step))
-                    parts.append(dataclasses.asdict(part))
-            return parts
-
-        parts = [Saved(**part) for part in from_first_process(read)]
-        self._saved = {part.step: part for part in parts}
-
-    def _clean_up(self, pending: _Pending, error: Exception) -> None:
-        """Remove the files of a save that failed after it had begun, and report it. The
-        run has one process."""
-        self._writer.reopen()
-        self._read_saved()
-        step, reason = pending.saved.step, shorten(error)
-        if step in self._saved:
-            self._num_failed, self._current = 0, step
-            self._say(
-                f"checkpoint {step} is written, but the disk does not confirm it: "
-                f"{reason}; older ones stay"
+    def _make_room_for(self, step: int, needed_bytes: int) -> str:
+        """Remove unfinished saves; return why there is no room for another, or ''."""
+        if os.path.lexists(self._directory / str(step)):
+            raise ValueError(
+                f"{self._directory} has a checkpoint of step {step} that this run did "
+                "not write: restore it first, or use another run directory"
             )
-            return
-        self._report_failure(step, f"{reason}; {pending.room}", error)
+        remove_unfinished(self._directory)
+        free_bytes = num_free_bytes(self._directory)
+        if free_bytes is None or free_bytes >= needed_bytes:
+            return ""
+        return f"no room: {self._describe_room(needed_bytes)}"
 
-    def _report_failure(
-        self, step: int, reason: str, error: Exception | None = None
+    def _describe_room(self, needed_bytes: int) -> str:
+        """Return how many bytes a checkpoint needs, and how many are free."""
+        try:
+            free = f"{num_free_bytes(self._directory):,}"
+        except (OSError, TypeError):
+            free = "an unknown number"
+        return (
+            f"it needs {needed_bytes:,} bytes, and {free} are free in {self._directory}"
+        )
+
+    def _finish(self, save: _Save) -> None:
+        """Bring a complete checkpoint to the disk, then remove older ones; or note at
+        once that it has failed. Called in a thread, on each process.
+
+        tensorstore has synced its files; orbax has synced neither the record nor the
+        folders.
+        """
+        try:
+            self._orbax.wait_until_finished()
+            if is_first():
+                sync_tree(self._directory / str(save.step))
+                read_record(self._directory, save.step)
+                save.remarks = self._remove_outdated()
+        except BaseException as error:
+            self._note_failure(save, error)
+        save.duration_sec = time.monotonic() - save.begun_sec
+
+    def _remove_outdated(self) -> tuple[str, ...]:
+        """Remove the checkpoints that need not be kept; return a line for each that
+        cannot be removed. A link stays: its target belongs to somebody else."""
+        lines = []
+        records = good_records(self._directory)
+        outdated = steps_to_remove(list_steps(self._directory), records, self._cfg)
+        for path in (self._directory / str(step) for step in sorted(outdated)):
+            if path.is_symlink() or not path.is_dir():
+                continue
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                lines.append(
+                    f"old checkpoint {path} cannot be removed and stays: {error}"
+                )
+        return tuple(lines)
+
+    def _note_failure(self, save: _Save, error: BaseException) -> None:
+        """Note a failed save, and the room on the disk before its files are removed, in
+        any thread. With several processes, end all of them at once."""
+        save.error = error
+        save.reason = f"{shorten(error)}; {self._describe_room(save.num_bytes)}"
+        if are_several():
+            line = (
+                f"SAVE FAILED: checkpoint {save.step} in {self._directory}: "
+                f"{save.reason}; {self._last_good(save.step)}: free disk space, and "
+                "start the run again"
+            )
+            failures.end_all(FAILED, line)
+
+    def _count_failure(
+        self, step: int, reason: str, error: BaseException | None = None
     ) -> None:
         """Report a failed save; raise CheckpointError after too many in a row."""
         self._num_failed, self.last_failure = self._num_failed + 1, reason
-        last = f"the last good one is {max(self._saved, default='none')}"
         number = f"{self._num_failed} of {MAX_FAILED_SAVES} in a row"
-        what = f"SAVE FAILED, {number}: checkpoint {step}"
+        what, last = f"SAVE FAILED, {number}: checkpoint {step}", self._last_good(step)
         if self._num_failed >= MAX_FAILED_SAVES:
             raise CheckpointError(
                 f"{what} in {self._directory}: {reason}; {last}: free disk space"
             ) from error
         self._say(f"{what}: {reason}; {last}; training continues")
 
-    def _set_aside(self, step: int, damage: str) -> None:
-        """Rename a damaged checkpoint, so that training can save its step again."""
-        path = self._directory / str(step)
-        new = from_first_process(lambda: str(set_aside(path, "corrupt")))
-        self._say(f"CORRUPT CHECKPOINT {step} renamed to {new}: {damage}")
-        self._read_saved()
+    def _last_good(self, failed_step: int) -> str:
+        """Say which checkpoint a run would go on from after a failed save."""
+        try:
+            steps = [record["step"] for record in good_records(self._directory)]
+        except OSError:
+            return "the last good one is unknown"
+        last = max((step for step in steps if step != failed_step), default="none")
+        return f"the last good one is {last}"
 
 
 def read_arrays_on_all(directory: pathlib.Path, record: dict, abstract):
@@ -376,23 +371,8 @@ def read_arrays_on_all(directory: pathlib.Path, record: dict, abstract):
     return the same decision.
     """
     arrays, damage = None, ""
-    try:
-        arrays = _read_local_shards(directory / str(record["step"]) / "state", abstract)
-    except DamagedCheckpointError as error:
-        damage = str(error)
-    if any_process(arrays is None):
-        return None, damage or "another process could not read its shards"
-    damage = _find_differences(record, arrays)
-    return (None, damage) if damage else (arrays, "")
-
-
-def _read_local_shards(folder: pathlib.Path, abstract):
-    """Read the shards of this process's devices, or raise DamagedCheckpointError.
-
-    Processes do not synchronize here, as they do at the end of orbax's own restore,
-    where a process with a damaged shard would leave the others waiting.
-    """
-    assert folder.is_absolute(), folder
+    # Processes do not synchronize while they read, as they do at the end of orbax's own
+    # restore, where a process with a damaged shard would leave the others waiting.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={jax.process_index()}
     )
@@ -404,20 +384,89 @@ def _read_local_shards(folder: pathlib.Path, abstract):
     )
     try:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            return reader.restore(folder, args=args)
+            arrays = reader.restore(
+                directory / str(record["step"]) / "state", args=args
+            )
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # too large for these devices, which does not mean that it is damaged
     except Exception as error:
-        raise DamagedCheckpointError(shorten(error)) from error
-
-
-def _find_differences(record: dict, state) -> str:
-    """Return how the state differs from the record's checksums, or '' if it agrees."""
+        damage = shorten(error)
+    if any_process(arrays is None):
+        return None, damage or "another process could not read its shards"
     saved = {name: array["checksum"] for name, array in record["arrays"].items()}
-    wrong = [name for name, s in checksums(state).items() if s != saved[name]]
-    if not wrong:
-        return ""
-    return (
-        f"{len(wrong)} of {len(saved)} arrays differ from their checksums, {wrong[0]} "
-        "first"
+    wrong = [name for name, s in checksums(arrays).items() if s != saved[name]]
+    if wrong:
+        return None, (
+            f"{len(wrong)} of {len(saved)} arrays differ from their checksums, "
+            f"{wrong[0]} first"
+        )
+    return arrays, ""
+
+
+def num_bytes(state) -> int:
+    """Return the bytes of all arrays of a state, on all processes together."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def num_free_bytes(folder: pathlib.Path) -> int | None:
+    """Return the bytes that are free for users in the file system of `folder`, or None
+    if it has no limit or does not say. Raises OSError."""
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize if there.f_blocks else None
+
+
+def remove_unfinished(directory: pathlib.Path) -> None:
+    """Remove the files of unfinished saves; call it while no save is in flight.
+
+    After each removal it looks again, for two seconds at most: the other writers of a
+    failed save end later, and create their files again.
+    """
+    for _ in range(40):
+        remains = list(directory.glob(f"*{UNFINISHED}*"))
+        if not remains:
+            return
+        for path in remains:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.05)
+
+
+def _new_orbax() -> ocp.AsyncCheckpointer:
+    """Return orbax's writer of the items `state` and `record`."""
+    limits = ocp.options.AsyncOptions(timeout_secs=WEEK_SEC)
+    handler = ocp.CompositeCheckpointHandler(
+        "state",
+        "record",
+        composite_options=ocp.CompositeOptions(async_options=limits),
     )
+    return ocp.AsyncCheckpointer(handler, async_options=limits)
+
+
+@functools.cache
+def quiet_orbax() -> None:
+    """Suppress the output of orbax about errors that it also raises.
+
+    For a failed save that is pages of log and a traceback for each error. It also
+    prints, through the interpreter's hook, a traceback for each task that ended with
+    the event loop of a failed call. Output of other libraries is kept.
+    """
+
+    def is_not_of_orbax(record: logging.LogRecord) -> bool:
+        return "/orbax/checkpoint/" not in record.pathname
+
+    def names_no_orbax(record: logging.LogRecord) -> bool:
+        # asyncio logs each task whose error nobody retrieved. The code that it ran or
+        # the file that it wrote belongs to orbax.
+        return "orbax" not in logging.Formatter().format(record)
+
+    def hook(unraisable) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
+        if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
+            hook_before(unraisable)
+
+    logging.getLogger("absl").addFilter(is_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(names_no_orbax)
+    hook_before, sys.unraisablehook = sys.unraisablehook, hook

@@ -1,29 +1,38 @@
-"""Load the parameters of a checkpoint on any mesh, without changing the run directory.
+"""Load a trained model on any mesh, for evaluation, generation and export.
 
     source = find_checkpoints(run_dir, params=["Mesh.expert = 2"])
     start(source.cfg)             sets the flags that jax needs; jax is not imported yet
     loaded = load_model(source)
 
-A run may be writing to the directory meanwhile. Optimizer moments are not read.
+A run may be writing to its directory meanwhile, which is not changed. Optimizer moments
+are not read. `find_folder` and `load_folder` do the same for the folder of a published
+model, without a run.
 """
 
 import ast
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moejax.config import Config
+from moejax.config import Config, Data, Train
+from moejax.interop.architecture import CONFIG
+from moejax.interop.companions import TOKENIZER, read_text_ids
+from moejax.interop.folder import resolve as resolve_path
+from moejax.interop.published import read_architecture
 from moejax.plan.layout import Topology
 from train.checkpoint.identity import FIXED_FIELDS, require_format
 from train.checkpoint.record import (
     DamagedCheckpointError,
+    has_checkpoint,
     list_steps,
     read_record,
     read_record_on_all,
 )
 from train.config.from_hf import KEPT, with_kept_tokenizer
-from train.config.names import KINDS, check_name, config_from_record, convert
+from train.config.names import KINDS, PARTS, check_name, config_from_record, convert
+from train.launch.processes import is_first
 from train.launch.program import say_loudly
 from train.messages import one_line
 
@@ -38,6 +47,9 @@ MESH_DEFAULTS = {
 }  # fmt: skip
 """Fields of Dispatch that fit only the mesh of their run, and their values on another
 mesh."""
+MAX_WINDOW = 2048
+"""Data.seq_len of a published model at most, in tokens: the windows of an
+evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +140,7 @@ def load_model(
     checkpoints are damaged, if there are too few devices, or if this program builds a
     different model from the one that was saved.
     """
-    from train.checkpoint.orbax_quirks import quiet_orbax
+    from train.checkpoint.checkpoints import quiet_orbax
     from train.step.compiled import home_placement
 
     quiet_orbax()
@@ -157,6 +169,77 @@ def load_model(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class FolderSource:
+    """A published folder, and the configuration to load it with."""
+
+    folder: pathlib.Path
+    cfg: Config
+    """Configuration of the model, changed by the bindings that the user gave."""
+    is_mesh_given: bool
+    """Whether the user gave a mesh."""
+
+
+def is_folder(path: pathlib.Path) -> bool:
+    """Return whether a path is the folder of a published model: it has a config.json
+    and no checkpoint."""
+    return (path / CONFIG).is_file() and not has_checkpoint(path)
+
+
+def find_folder(
+    folder: pathlib.Path, step: int | None = None, params: Sequence[str] = ()
+) -> FolderSource:
+    """Read the configuration of a published folder, and no tensor: its model, computed
+    in the dtype of its weights, with its tokenizer.
+
+    `params` are bindings such as 'Mesh.expert = 2'. Raises a ValueError of one line for
+    a config.json that moejax does not know, for a binding that changes the model, and
+    for a step.
+    """
+    if step is not None:
+        raise ValueError(
+            f"--step={step} names a checkpoint, and {folder} is a published model, "
+            "which has one set of weights: leave --step out"
+        )
+    architecture = read_architecture(folder)
+    fields = {part: dict(values) for part, values in architecture.fields.items()}
+    fields["model"] |= {
+        "from_hf": str(folder),
+        "compute_dtype": architecture.dtype,
+        "gradient_reduce_dtype": architecture.dtype,
+    }
+    length = architecture.record.get("max_position_embeddings") or MAX_WINDOW
+    length = min(length, MAX_WINDOW)
+    data = Data(
+        tokenizer=str(resolve_path(folder, TOKENIZER)),
+        separator=read_text_ids(folder).start,
+        seq_len=length,
+    )
+    train = Train(loss_chunk=math.gcd(length, Train.loss_chunk))
+    parts = {part: PARTS[part](**values) for part, values in fields.items()}
+    cfg, is_mesh_given = rebind(Config(data=data, train=train, **parts), params)
+    return FolderSource(folder, cfg, is_mesh_given)
+
+
+def load_folder(
+    source: FolderSource, say: Callable[[str], None] = say_loudly
+) -> LoadedModel:
+    """Load a published folder onto the devices of this machine, each process what its
+    devices hold. The first process says what is unusual. Raises a ValueError of one
+    line."""
+    from train.checkpoint.from_hf import read_params
+    from train.step.compiled import home_placement
+
+    tell = say if is_first() else lambda _: None
+    for note in read_architecture(source.folder).notes:
+        tell(f"note: {note}")
+    run = resolve_here(source.cfg, source.is_mesh_given)
+    params, router_bias = read_params(run, say=tell)
+    meta = {"config": source.cfg.to_dict(), "data": None}
+    placement = home_placement(run)
+    return LoadedModel(run, params, router_bias, placement, None, meta, source.folder)
+
+
 def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
     """Return the configuration in the first undamaged record.
 
@@ -180,11 +263,12 @@ def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
     raise ValueError(f"checkpoint {steps[-1]} in {directory} is damaged: {problem}")
 
 
-def _parse_binding(param: str) -> tuple[str, Any]:
-    """Parse a binding: 'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
+def _parse_binding(param: str) -> tuple[str, str, Any]:
+    """Parse a binding: 'Mesh.expert = 2' -> ('mesh', 'expert', 2)."""
     name, _, text = (part.strip() for part in param.partition("="))
+    cls, _, field = name.partition(".")
     try:
-        check_name(*name.split(".", 1) if "." in name else (name, ""))
+        check_name(cls, field)
         value = convert(ast.literal_eval(text), KINDS[name])
     except SyntaxError as error:
         raise ValueError(
@@ -192,19 +276,12 @@ def _parse_binding(param: str) -> tuple[str, Any]:
         ) from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"--gin_param {param!r}: {error}") from error
-    part, field = _split_name(name)
-    if field in FIXED_FIELDS.get(part, ()):
+    if field in FIXED_FIELDS.get(cls.lower(), ()):
         raise ValueError(
             f"--gin_param {param!r}: the parameters of the checkpoint depend on this "
             "field: leave it out"
         )
-    return name, value
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """Split a name into part and field: 'Mesh.expert' -> ('mesh', 'expert')."""
-    cls, field = name.split(".")
-    return cls.lower(), field
+    return cls.lower(), field, value
 
 
 def rebind(trained: Config, params: Sequence[str]) -> tuple[Config, bool]:
@@ -214,14 +291,14 @@ def rebind(trained: Config, params: Sequence[str]) -> tuple[Config, bool]:
     If the mesh of simulated devices changes, their number follows the mesh. Raises a
     ValueError of one line for a binding that changes the parameters.
     """
-    bindings = dict(_parse_binding(param) for param in params)
-    is_mesh_given = any(name.startswith("Mesh.") for name in bindings)
-    values = trained.to_dict()
-    for name, value in bindings.items():
-        part, field = _split_name(name)
+    values, given = trained.to_dict(), set()
+    for part, field, value in map(_parse_binding, params):
         values[part][field] = value
+        given.add((part, field))
+    is_mesh_given = any(part == "mesh" for part, _ in given)
     mesh, train = Topology(**values["mesh"]), values["train"]
-    if train["num_simulated_devices"] and "Train.num_simulated_devices" not in bindings:
+    is_number_given = ("train", "num_simulated_devices") in given
+    if train["num_simulated_devices"] and not is_number_given:
         train["num_simulated_devices"] = mesh.num_devices
     elif train["num_simulated_devices"] and not is_mesh_given:
         mesh = _make_fitting_mesh(
@@ -229,8 +306,11 @@ def rebind(trained: Config, params: Sequence[str]) -> tuple[Config, bool]:
         )
         train["num_simulated_devices"] = mesh.num_devices
     if mesh != trained.mesh:
-        given = {n.split(".")[1] for n in bindings if n.startswith("Dispatch.")}
-        values["dispatch"] |= {n: v for n, v in MESH_DEFAULTS.items() if n not in given}
+        values["dispatch"] |= {
+            field: value
+            for field, value in MESH_DEFAULTS.items()
+            if ("dispatch", field) not in given
+        }
     values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
     train |= {"accumulate_steps": 1, "batch_size": mesh.num_batch_shards}
@@ -244,27 +324,18 @@ def _make_fitting_mesh(num_experts: int, num_devices: int) -> Topology:
 
 
 def resolve_here(cfg: Config, is_mesh_given: bool) -> "Resolved":
-    """Return a configuration, resolved on the devices of this machine, with a mesh,
-    batch and kernels for them. Raises a ValueError of one line if they are too few."""
+    """Return a configuration, resolved on the devices of this machine.
+
+    If the user gave no mesh, and the mesh of the run does not fit, it gets another
+    mesh. Without a GPU, the transport is 'padded', and attention by 'cudnn' becomes
+    'auto'. Raises a ValueError of one line if the devices are too few.
+    """
     import jax
 
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve
 
-    cfg = _adapt_to_devices(cfg, is_mesh_given, jax.devices())
-    return resolve(cfg, make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices]))
-
-
-def _adapt_to_devices(
-    cfg: Config, is_mesh_given: bool, devices: "Sequence[jax.Device]"
-) -> Config:
-    """Return the configuration for the devices of this machine.
-
-    If the user gave no mesh, and the mesh of the run does not fit, it gets another
-    mesh. Without a GPU, the transport is 'padded', and attention by 'cudnn' becomes
-    'auto'.
-    """
-    mesh = cfg.mesh
+    devices, mesh, dispatch = jax.devices(), cfg.mesh, cfg.dispatch
     is_other = mesh.num_devices != len(devices)
     if is_other and not is_mesh_given and not cfg.train.num_simulated_devices:
         mesh = _make_fitting_mesh(cfg.moe.num_experts, len(devices))
@@ -273,17 +344,17 @@ def _adapt_to_devices(
             f"Mesh ({mesh}) needs {mesh.num_devices} devices, but this machine has "
             f"{len(devices)}: change it with --gin_param 'Mesh.expert = 1'"
         )
-    model, dispatch = cfg.model, cfg.dispatch
+    model = cfg.model
     if devices[0].platform != "gpu":
         if model.attention == "cudnn":
             model = dataclasses.replace(model, attention="auto")
         dispatch = dataclasses.replace(dispatch, transport="padded")
     if mesh != cfg.mesh:  # these fields fit only the mesh of the run
         dispatch = dataclasses.replace(dispatch, **MESH_DEFAULTS)
-    rows = mesh.num_batch_shards
-    train = dataclasses.replace(cfg.train, batch_size=rows)
+    train = dataclasses.replace(cfg.train, batch_size=mesh.num_batch_shards)
     changed = {"mesh": mesh, "model": model, "dispatch": dispatch, "train": train}
-    return dataclasses.replace(cfg, **changed)
+    cfg = dataclasses.replace(cfg, **changed)
+    return resolve(cfg, make_mesh(mesh, devices[: mesh.num_devices]))
 
 
 def _read_params(

@@ -1,20 +1,23 @@
-"""Records of checkpoints: step, loss, meta, and a checksum for each array.
+"""The directory of a run's checkpoints, read without jax: records, and which are kept.
 
-    <directory>/<step>/record         JSON, with a sha256 of all the rest
+    <directory>/<step>/record      JSON, with a sha256 of all the rest
+    <directory>/<step>.corrupt     damaged: renamed by a restore, never deleted
+    <directory>/<step>.later       newer than the one that the user goes back to
 
-Records are read without jax, and nothing on the disk is changed. checkpoints.py reads
-and writes the arrays beside them.
+checkpoints.py reads and writes the arrays beside the records.
 """
 
-import dataclasses
 import hashlib
 import json
+import os
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from train.checkpoint.orbax_quirks import shorten
-from train.checkpoint.retention import Saved
+from moejax.config import Checkpoint
 from train.launch.processes import from_first_process
+
+SUMMARY = "summary.json"
 
 
 class DamagedCheckpointError(Exception):
@@ -22,20 +25,30 @@ class DamagedCheckpointError(Exception):
 
 
 def make_record(
-    saved: Saved, arrays: dict[str, dict], meta: dict[str, Any]
+    step: int,
+    arrays: dict[str, dict],
+    meta: dict[str, Any],
+    eval_loss: float | None = None,
+    num_skipped: int = 0,
 ) -> dict[str, Any]:
     """Return the record of a checkpoint that is about to be written.
 
-    `arrays` is the result of describe_arrays.
+    `arrays` is the result of describe_arrays. `num_skipped` is the number of updates in
+    a row, up to this step, that were not finite and so were skipped.
     """
-    record = dataclasses.asdict(saved) | {"meta": meta, "arrays": arrays}
+    record = {"step": step, "eval_loss": eval_loss, "num_skipped": num_skipped}
+    record |= {"meta": meta, "arrays": arrays}
     return {**record, "sha256": record_sha256(record)}
 
 
-def saved_part(record: dict[str, Any]) -> Saved:
-    """Return the part of a record that decides how long its checkpoint is kept."""
-    names = [field.name for field in dataclasses.fields(Saved)]
-    return Saved(**{name: record[name] for name in names if name in record})
+def record_sha256(record: dict) -> str:
+    """Return the sha256 of a record without its field "sha256".
+
+    The record is first converted to JSON and back.
+    """
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def list_steps(directory: pathlib.Path) -> list[int]:
@@ -62,54 +75,9 @@ def read_record(directory: pathlib.Path, step: int) -> dict:
             raise DamagedCheckpointError(
                 f"it is the checkpoint of step {record['step']}"
             )
-        if wrong := _wrong_fields(record):
-            raise DamagedCheckpointError(
-                f"its record has other values than a save writes: {', '.join(wrong)}"
-            )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(f"its record: {shorten(error)}") from error
     return record
-
-
-def _wrong_fields(record: dict) -> list[str]:
-    """Return the fields of a record that do not have the types that make_record
-    writes."""
-    loss, arrays = record.get("eval_loss", "missing"), record.get("arrays")
-    meta, skipped = record.get("meta"), record.get("num_skipped", 0)
-    rate = record.get("bytes_per_sec")
-    is_right = {
-        "step": type(record.get("step")) is int,
-        "eval_loss": loss is None or type(loss) in (int, float),
-        "num_skipped": type(skipped) is int,
-        "bytes_per_sec": rate is None or type(rate) in (int, float),
-        "meta": isinstance(meta, dict),
-        "arrays": isinstance(arrays, dict) and all(map(_is_array, arrays.values())),
-    }
-    return [name for name, is_so in is_right.items() if not is_so]
-
-
-def _is_array(described) -> bool:
-    """Return whether a value describes an array as describe_arrays does."""
-    return (
-        isinstance(described, dict)
-        and isinstance(described.get("dtype"), str)
-        and isinstance(described.get("shape"), list)
-        and all(type(size) is int for size in described["shape"])
-        and type(described.get("checksum")) is int
-    )
-
-
-def newest_meta(directory: pathlib.Path) -> dict | None:
-    """Return the meta of the newest checkpoint with an undamaged record, or None.
-
-    Arrays are not read.
-    """
-    for step in list_steps(directory) if directory.is_dir() else []:
-        try:
-            return read_record(directory, step)["meta"]
-        except DamagedCheckpointError:
-            continue
-    return None
 
 
 def read_record_on_all(directory: pathlib.Path, step: int) -> tuple[dict | None, str]:
@@ -124,11 +92,124 @@ def read_record_on_all(directory: pathlib.Path, step: int) -> tuple[dict | None,
     return from_first_process(read)
 
 
-def record_sha256(record: dict) -> str:
-    """Return the sha256 of a record without its field "sha256".
+def good_records(directory: pathlib.Path) -> list[dict]:
+    """Return the undamaged records of a directory, newest first. Arrays are not
+    read."""
+    records = []
+    for step in list_steps(directory) if directory.is_dir() else []:
+        try:
+            records.append(read_record(directory, step))
+        except DamagedCheckpointError:
+            continue
+    return records
 
-    The record is first converted to JSON and back.
+
+def newest_meta(directory: pathlib.Path) -> dict | None:
+    """Return the meta of the newest checkpoint with an undamaged record, or None."""
+    records = good_records(directory)
+    return records[0]["meta"] if records else None
+
+
+def steps_to_remove(
+    steps: Iterable[int], records: Iterable[dict], cfg: Checkpoint
+) -> list[int]:
+    """Return the steps of a directory to remove when a checkpoint has been written.
+
+    Kept are the newest (Checkpoint.keep_last) and what is newer than the oldest of
+    them, the best (keep_best), and, while updates are skipped, the one to go back to.
+    A checkpoint without a good record takes no place among those that are kept, and is
+    removed when it is older than them.
     """
-    rest = {key: value for key, value in record.items() if key != "sha256"}
-    text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    records = sorted(records, key=lambda record: record["step"])
+    scored = [record for record in records if record["eval_loss"] is not None]
+    best = sorted(scored, key=lambda record: record["eval_loss"])[: cfg.keep_best]
+    kept, newest = {record["step"] for record in best}, records[-1]
+    if newest["num_skipped"]:
+        kept.add(step_before(records, newest["step"] - newest["num_skipped"]))
+    oldest = records[-cfg.keep_last :][0]["step"]
+    return [step for step in steps if step < oldest and step not in kept]
+
+
+def step_before(records: Iterable[dict], updated_step: int) -> int | None:
+    """Return the newest checkpoint to go back to when all updates after `updated_step`
+    were skipped, or None without one.
+
+    At its step no update was being skipped. A checkpoint with the parameters of
+    `updated_step` itself is the second choice: their gradient is not finite, but may be
+    in another configuration.
+    """
+    healthy = [record["step"] for record in records if not record["num_skipped"]]
+    healthy = [step for step in healthy if step <= updated_step]
+    before = [step for step in healthy if step < updated_step]
+    return max(before or healthy, default=None)
+
+
+def go_back(
+    run_dir: pathlib.Path, step: int, check: Callable[[dict], object]
+) -> list[str]:
+    """Make `step` the newest checkpoint of a run directory; return a line for each
+    rename.
+
+    Later checkpoints are renamed to `<step>.later[-n]`, and the summary of a finished
+    run to `summary.json.later[-n]`. Metrics are cut back when the run goes on. Raises
+    ValueError, before anything is renamed, if there is no such checkpoint, if its
+    record is damaged, or from `check(meta)`.
+    """
+    folder = run_dir / "checkpoints"
+    steps = list_steps(folder) if folder.is_dir() else []
+    if step not in steps:
+        names = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(
+            f"--from_step={step}: {folder} has no checkpoint of this step; it has "
+            f"{names}: name one of them"
+        )
+    try:
+        record = read_record(folder, step)
+    except DamagedCheckpointError as error:
+        raise ValueError(
+            f"--from_step={step}: checkpoint {folder / str(step)} is damaged: {error}: "
+            "name another step"
+        ) from error
+    check(record["meta"])
+    later = [folder / str(other) for other in sorted(steps) if other > step]
+    if os.path.lexists(run_dir / SUMMARY):
+        later.insert(0, run_dir / SUMMARY)
+    return [f"{path} renamed to {set_aside(path, 'later')}" for path in later]
+
+
+def set_aside(path: pathlib.Path, suffix: str) -> pathlib.Path:
+    """Rename `path` to `<path>.<suffix>`, or to the first of `<path>.<suffix>-2`, ..
+    that is not taken, and return the new path."""
+    new, count = path.with_name(f"{path.name}.{suffix}"), 1
+    while os.path.lexists(new):
+        count += 1
+        new = path.with_name(f"{path.name}.{suffix}-{count}")
+    return path.rename(new)
+
+
+def num_written_bytes(folder: pathlib.Path) -> int:
+    """Return the bytes of all files below `folder`, without following links.
+
+    Files and folders that come and go meanwhile are no error.
+    """
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def shorten(error: BaseException) -> str:
+    """Return an error's type and its message in one line, cut to about 200 characters.
+
+    The beginning of a message tells what was done, and its end why that failed, so the
+    paths in the middle are cut out. The source lines that tensorstore appends in
+    brackets are removed too.
+    """
+    text = " ".join(str(error).split(" [")[0].split())
+    if len(text) > 200:
+        text = f"{text[:80]} ... {text[-110:]}"
+    return f"{type(error).__name__}: {text}"

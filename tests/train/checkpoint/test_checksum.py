@@ -45,19 +45,12 @@ def test_checksums_equal_the_definition_on_every_sharding(mesh):
     assert checksums({}) == {}
 
 
-@pytest.mark.parametrize("shape", [(2**18,), (3, 1000, 130), (0, 4)])
-def test_checksums_of_many_blocks(mesh, shape):
-    x = np.random.default_rng(0).integers(2**32, size=shape, dtype=np.uint32)
-    index = np.arange(x.size, dtype=np.uint64).reshape(shape)
-    h = (x + index * checksum.GOLDEN) % 2**32
-    h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
-    want = {"x": int((h ^ (h >> 16)).sum()) % 2**32}
-    for dims in ((), ("data",), (None, "expert"), (("data", "expert"),)):
-        even = all(size % 8 == 0 for size in shape[: len(dims)])
-        if len(dims) <= len(shape) and (even or not dims):
-            array = jax.device_put(x, sharding(mesh, *dims))
-            assert checksums({"x": array}) == want
+def test_positions_are_those_of_the_whole_array(mesh):
+    x = np.random.default_rng(0).integers(2**32, size=(8, 40, 24), dtype=np.uint32)
+    want = {"x": definition(x)}
+    for dims in (("data",), (None, "expert"), (("data", "expert"), None, "tensor")):
+        assert checksums({"x": jax.device_put(x, sharding(mesh, *dims))}) == want
+    assert checksums({"x": jnp.zeros((0, 4))}) == {"x": 0}
 
 
 def test_every_flipped_bit_shows(mesh):
@@ -82,15 +75,6 @@ def test_what_a_plain_weighted_sum_would_miss():
         sums.append(checksums({"x": jnp.asarray(y)})["x"])
     sums.append(checksums({"x": jnp.asarray(np.concatenate([x[:8], 0 * x[:8]]))})["x"])
     assert len(set(sums)) == len(sums)
-
-
-def test_checksums_keep_no_copy_of_the_state(mesh):
-    dims = (("data", "expert"), None)
-    x = jax.device_put(np.zeros((4096, 1024), np.float32), sharding(mesh, *dims))
-    lowered = checksum._sums_on_mesh.lower([x] * 3, mesh, (x.sharding.spec,) * 3)
-    memory = lowered.compile().memory_analysis()
-    assert memory.argument_size_in_bytes >= 3 * x.nbytes // 8
-    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 4
 
 
 def test_digest_names_the_whole():

@@ -10,9 +10,9 @@ import pytest
 from moejax.interop.published import open_model
 from tests.support.published_model import NUM_BYTES, write_published
 from tests.support.run_main import listing
+from tools.published.on_devices import as_views
 from train.checkpoint.checksum import named_leaves
 from train.checkpoint.from_hf import check_folder, keep_companions, read_params
-from train.checkpoint.on_devices import as_views
 from train.config import gin_reader
 from train.job import prepare_model
 from train.step.state import init_state, state_from

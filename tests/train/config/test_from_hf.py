@@ -8,7 +8,7 @@ import pytest
 
 from moejax.interop.companions import read_companions, read_text_ids
 from tests.support.published_model import CONFIG, write_published
-from train.checkpoint.load_folder import MAX_WINDOW, find_folder
+from train.checkpoint.load import MAX_WINDOW, find_folder
 from train.config.from_hf import with_kept_tokenizer
 from train.config.gin_reader import ConfigError, load, render
 
