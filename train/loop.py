@@ -528,7 +528,7 @@ class Reader:
         self.run.watchdog.at("the save before the skipped updates", written)
         with jax.transfer_guard("allow"):  # several processes meet after a save
             checkpointer.settle()
-        before = checkpointer.step_before(updated_step)
+            before = checkpointer.step_before(updated_step)
         go_on = "" if before is None else f"go on with --from_step={before}, or "
         return Diverged(
             f"{self.num_skipped} updates in a row were not finite, up to step {step}: "

@@ -262,7 +262,7 @@ class Checkpointer:
                 self._current = step
                 return Restored(step, state, record["meta"])
             path = self._directory / str(step)
-            new = from_first_process(lambda: str(set_aside(path, "corrupt")))  # noqa: B023
+            new = from_first_process(lambda path=path: str(set_aside(path, "corrupt")))
             self._say(f"CORRUPT CHECKPOINT {step} renamed to {new}: {damage}")
         if steps:
             self._say(
@@ -286,9 +286,10 @@ class Checkpointer:
     def _describe_room(self, needed_bytes: int) -> str:
         """Return how many bytes a checkpoint needs, and how many are free."""
         try:
-            free = f"{num_free_bytes(self._directory):,}"
-        except (OSError, TypeError):
-            free = "an unknown number"
+            free_bytes = num_free_bytes(self._directory)
+        except OSError:
+            free_bytes = None
+        free = "an unknown number" if free_bytes is None else f"{free_bytes:,}"
         return (
             f"it needs {needed_bytes:,} bytes, and {free} are free in {self._directory}"
         )

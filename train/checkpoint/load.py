@@ -34,7 +34,6 @@ from train.config.from_hf import KEPT, with_kept_tokenizer
 from train.config.names import KINDS, PARTS, check_name, config_from_record, convert
 from train.launch.processes import is_first
 from train.launch.program import say_loudly
-from train.messages import one_line
 
 if TYPE_CHECKING:
     import jax
@@ -119,7 +118,19 @@ def find_checkpoints(
         names = ", ".join(map(str, sorted(saved_steps)))
         raise ValueError(f"{run_dir} has no checkpoint of step {step}: it has {names}")
     steps = tuple(saved_steps if step is None else [step])
-    trained = _read_config(directory, steps)
+    for first in steps:  # all checkpoints of a run have the same model
+        try:
+            meta = read_record(directory, first)["meta"]
+            break
+        except DamagedCheckpointError as error:
+            damage = error
+    else:
+        raise ValueError(f"checkpoint {steps[-1]} in {directory} is damaged: {damage}")
+    try:
+        require_format(meta)
+        trained = config_from_record(meta["config"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint {first} in {directory}: {error}") from error
     if trained.router.kind == "recorded":
         raise ValueError(
             "Router.kind='recorded' routes tokens as a record says, whatever the text "
@@ -140,25 +151,31 @@ def load_model(
     checkpoints are damaged, if there are too few devices, or if this program builds a
     different model from the one that was saved.
     """
-    from train.checkpoint.checkpoints import quiet_orbax
+    import optax
+
+    from train.checkpoint.checkpoints import quiet_orbax, read_arrays_on_all
+    from train.checkpoint.checksum import require_same_arrays
     from train.step.compiled import home_placement
+    from train.step.state import abstract_state
 
     quiet_orbax()
     run = resolve_here(source.cfg, source.is_mesh_given)
+    state = abstract_state(run, optax.identity())
+    wanted = {"params": state.params, "router_bias": state.router_bias}
     placement = home_placement(run)
     for step in source.steps:
         record, damage = read_record_on_all(source.directory, step)
         if record is not None:
-            tree, damage = _read_params(source.directory, record, run)
+            saved = record["arrays"].items()
+            arrays = {name: x for name, x in saved if name.split("/")[0] in wanted}
+            require_same_arrays(arrays, wanted)
+            tree, damage = read_arrays_on_all(
+                source.directory, record | {"arrays": arrays}, wanted
+            )
             if tree is not None:
+                params, bias, meta = tree["params"], tree["router_bias"], record["meta"]
                 return LoadedModel(
-                    run,
-                    tree["params"],
-                    tree["router_bias"],
-                    placement,
-                    step,
-                    record["meta"],
-                    source.kept,
+                    run, params, bias, placement, step, meta, source.kept
                 )
         problem = f"checkpoint {step} in {source.directory} is damaged: {damage}"
         if len(source.steps) == 1:
@@ -238,29 +255,6 @@ def load_folder(
     meta = {"config": source.cfg.to_dict(), "data": None}
     placement = home_placement(run)
     return LoadedModel(run, params, router_bias, placement, None, meta, source.folder)
-
-
-def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
-    """Return the configuration in the first undamaged record.
-
-    load_model() verifies the arrays. All checkpoints of a run have the same model.
-    """
-    problem = ""
-    for step in steps:
-        try:
-            meta = read_record(directory, step)["meta"]
-        except DamagedCheckpointError as damage:
-            problem = str(damage)
-            continue
-        try:
-            require_format(meta)
-            return config_from_record(meta["config"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            lacks = "" if isinstance(error, ValueError) else "its configuration lacks "
-            raise ValueError(
-                f"checkpoint {step} in {directory}: {lacks}{one_line(error)}"
-            ) from error
-    raise ValueError(f"checkpoint {steps[-1]} in {directory} is damaged: {problem}")
 
 
 def _parse_binding(param: str) -> tuple[str, str, Any]:
@@ -355,21 +349,3 @@ def resolve_here(cfg: Config, is_mesh_given: bool) -> "Resolved":
     changed = {"mesh": mesh, "model": model, "dispatch": dispatch, "train": train}
     cfg = dataclasses.replace(cfg, **changed)
     return resolve(cfg, make_mesh(mesh, devices[: mesh.num_devices]))
-
-
-def _read_params(
-    directory: pathlib.Path, record: dict, run: "Resolved"
-) -> tuple[dict[str, Any] | None, str]:
-    """Return the verified parameters and router bias, or None and what is wrong."""
-    import optax
-
-    from train.checkpoint.checkpoints import read_arrays_on_all
-    from train.checkpoint.checksum import require_same_arrays
-    from train.step.state import abstract_state
-
-    state = abstract_state(run, optax.identity())
-    wanted = {"params": state.params, "router_bias": state.router_bias}
-    saved = record["arrays"].items()
-    saved = {name: array for name, array in saved if name.split("/")[0] in wanted}
-    require_same_arrays(saved, wanted)
-    return read_arrays_on_all(directory, record | {"arrays": saved}, wanted)

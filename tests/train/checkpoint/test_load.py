@@ -4,7 +4,6 @@ import json
 import pathlib
 import shutil
 
-import jax
 import pytest
 
 from moejax.plan.layout import Topology
@@ -13,7 +12,6 @@ from tests.support.saved_run import STEPS, saved_run
 from train.checkpoint.checksum import checksums
 from train.checkpoint.load import find_checkpoints, load_model
 from train.checkpoint.record import record_sha256
-from train.config.names import config_from_record
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +34,7 @@ def read_record(run_dir: pathlib.Path, step: int) -> dict:
 
 def flip_bits(run_dir: pathlib.Path, step: int) -> None:
     """Flip bits in every file of the arrays."""
-    files = (run_dir / "checkpoints" / str(step) / "state").rglob("*")
-    for path in sorted(f for f in files if f.is_file() and "/d/" in str(f)):
+    for path in (run_dir / "checkpoints" / str(step) / "state").rglob("d/*"):
         content = bytearray(path.read_bytes())
         for at in range(0, len(content), 97):
             content[at] ^= 1
@@ -75,21 +72,6 @@ def test_attention_for_gpus_becomes_auto_without_one(saved, named, becomes):
     assert load_model(source).cfg.model.attention == becomes
 
 
-def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
-    monkeypatch.chdir(saved.parent)
-    assert (
-        load_model(find_checkpoints(saved.name)).step
-        == load_model(find_checkpoints(saved)).step
-    )
-
-
-def test_a_run_configuration_survives_its_record(saved):
-    record = read_record(saved, STEPS[0])["meta"]["config"]
-    cfg = config_from_record(record)
-    assert json.loads(json.dumps(cfg.to_dict())) == record
-    assert cfg.mesh == Topology(data=2, expert=4)
-
-
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
     flip_bits(copied, 7)
     before, messages = listing(copied), []
@@ -102,15 +84,8 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
 
 
 def test_a_record_that_is_no_record_is_told_of(copied):
-    metadata = copied / "checkpoints" / "7" / "record" / "metadata"
-    metadata.write_text("{")
+    (copied / "checkpoints" / "7" / "record" / "metadata").write_text("{")
     assert load_model(find_checkpoints(copied), [].append).step == 3
-    with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
-        find_checkpoints(copied, step=7)
-    text = (copied / "checkpoints" / "3" / "record" / "metadata").read_text()
-    metadata.write_text(text.replace('"num_layers": 2', '"num_layers": 0'))
-    assert find_checkpoints(copied).cfg.model.num_layers == 2
-    metadata.unlink()
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
         find_checkpoints(copied, step=7)
 
@@ -143,14 +118,9 @@ def test_a_router_that_follows_a_record_is_refused(copied):
         find_checkpoints(copied)
 
 
-def test_more_devices_than_there_are_is_one_line(saved):
-    source = find_checkpoints(saved, params=("Mesh.data = 4",))
+def test_too_few_devices_and_no_run_are_one_line(saved, tmp_path):
     with pytest.raises(ValueError, match="needs 16 devices, but this machine has 8"):
-        load_model(source)
-    assert len(jax.devices()) == 8
-
-
-def test_no_run_is_one_line(tmp_path):
+        load_model(find_checkpoints(saved, params=("Mesh.data = 4",)))
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="has no checkpoints: name the run"):
             find_checkpoints(folder)
