@@ -10,6 +10,7 @@ import pytest
 
 from moejax.balance.policies import POLICIES, check_policy, prophet
 from moejax.balance.policies.flexmoe import policy as flexmoe
+from moejax.balance.policies.flexmoe.replicas import start
 from moejax.perf.cost_model import NOTES, tight
 from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
 from moejax.plan.expert_plan import EMPTY, ExpertPlan, find_copies
@@ -369,3 +370,13 @@ def test_each_step_of_flexmoe_lowers_the_norm_of_device_times(monkeypatch):
     for name, found in ratios.items():
         assert len(found) > 5, f"{name} was hardly taken"
         assert max(found) < most, name
+
+
+def test_flexmoe_puts_a_hot_expert_in_place_of_a_cold_replica():
+    """All slots are full. Expert 1 has few rows and a replica on each device, and
+    expert 3, which has most, gets its slot on device 0."""
+    load_we = np.array([[10.0, 4, 10, 150], [10, 4, 10, 150]])
+    row_p = np.array([0, 1, 2, 2, 3, 1], np.int32)
+    state = start(load_we, row_p, np.array([3.0, 0.0]), np.zeros((3, 3)))
+    assert flexmoe.shrink(state, 2)
+    assert state.row_ws.tolist() == [[0, 3, 2], [2, 3, 1]]
