@@ -230,8 +230,7 @@ def _num_cut(tokenizer: Tokenizer, token_t: "np.ndarray") -> int:
     """Count the tokens at the beginning that are only the rest of a character, whose
     first bytes are cut off. There are at most three."""
     for first in range(4):
-        text = stream_decoder(tokenizer)(token_t[first:][:64].tolist())
-        if not text.startswith("\ufffd"):
+        if not tokenizer.decode(token_t[first:][:64]).startswith("\ufffd"):
             return first
     return 0
 

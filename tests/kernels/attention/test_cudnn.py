@@ -17,6 +17,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
+from moejax.choice import Choice
 from moejax.kernels.attention import Rule, attention, cudnn
 from moejax.kernels.attention.choose import choose_attention
 from moejax.kernels.attention.reading import Inputs
@@ -209,8 +210,9 @@ def test_auto_takes_cudnn_on_gpus_and_blocks_where_it_declines():
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
         taken = choose_attention(shapes(), Rule())
         declined = choose_attention(shapes(), Rule(soft_cap=5.0))
-    assert taken == ("cudnn", "NVIDIA B200")
-    assert declined == ("blocked", "cuDNN declines: it has no soft cap of scores")
+    assert taken == Choice("cudnn", "NVIDIA B200")
+    reason = "cuDNN declines: it has no soft cap of scores"
+    assert declined == Choice("blocked", reason)
 
 
 @pytest.mark.parametrize(
