@@ -1,5 +1,5 @@
-"""What is in use and what waits for its step: the part of the balancer's state that
-every process of a run must know.
+"""Adoptions: the plan and the layout in use, and the decisions that wait for their
+steps. Every process of a run must know them.
 
     pend -> adopt, before the step of the adoption, or refuse
 

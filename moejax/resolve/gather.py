@@ -18,7 +18,7 @@ gathers save 2.8 s (docs/decisions/0022-gather-once-a-step.md)."""
 
 
 class Cost(NamedTuple):
-    """What gathering slots in one way takes."""
+    """Seconds and bytes that gathering slots in one way takes."""
 
     sec: float
     """Seconds on the way in a step."""

@@ -82,7 +82,7 @@ class Balancing:
 
     @property
     def _task(self) -> Task:
-        """What the planner has to know of this run."""
+        """Return what the planner has to know of this run."""
         home_layout = planning.make_home_layout(self._job.model.layout)
         return Task(self._settings, self._cost, self._batch_sizes, home_layout)
 

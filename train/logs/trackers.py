@@ -55,7 +55,7 @@ parameter, that MLflow takes."""
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told of a run when it starts."""
+    """Facts of a run, which each tracker gets when it starts."""
 
     folder: pathlib.Path
     id: str
