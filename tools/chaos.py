@@ -84,7 +84,9 @@ class Verdict:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return guarded(lambda: work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return work(args)
+    return ending.code
 
 
 def work(args: argparse.Namespace) -> int:

@@ -30,12 +30,9 @@ Add = Callable[..., argparse.Action]
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    def work() -> int:
+    with guarded(as_json=args.json) as ending:
         emit(args.work(args) | {"exit_code": DONE}, args.json)
-        return DONE
-
-    return guarded(work, as_json=args.json)
+    return ending.code
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -25,7 +25,9 @@ from train.launch.program import DONE, emit, guarded
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return guarded(lambda: work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return work(args)
+    return ending.code
 
 
 def work(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from train.config.from_hf import folder_of, missing_tokenizer
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.agreement import program_facts, require_same
 from train.launch.processes import is_first
-from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
+from train.launch.program import emit, guarded, restart_with_huge_pages, start
 
 MESH_RULE = (
     "without a Mesh binding, the mesh of the run where this machine has as many "
@@ -84,7 +84,7 @@ def run(
     Python may not.
     """
 
-    def load_and_work() -> int:
+    with guarded(as_json=args.json) as ending:
         check(args)
         found = find(args.run_dir, args.step, args.gin_param)
         require_tokenizer(found)
@@ -94,9 +94,7 @@ def run(
         require_same("program", _facts(args, found) | program_facts())
         record = work(load(found), args)
         emit(record, args.json and is_first())
-        return DONE
-
-    return guarded(load_and_work, as_json=args.json)
+    return ending.code
 
 
 def find(

@@ -212,7 +212,9 @@ def _read(
         signal.alarm(LIMIT_SEC)
         _alarms.clear()
         try:
-            code = guarded(lambda: form.read(work) or 0, as_json=False)
+            with guarded(as_json=False) as ending:
+                ending.code = form.read(work) or 0
+            code = ending.code
         except Hang as hang:
             escaped, fault = hang, "it hangs"
         except BaseException as error:

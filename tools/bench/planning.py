@@ -44,7 +44,9 @@ STEPS_OF_A_LOAD = 15
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return guarded(lambda: work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return work(args)
+    return ending.code
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -59,7 +59,9 @@ def run(
     if not jax.config.jax_compilation_cache_dir:
         folder = str(ROOT / ".cache" / "jax")
         jax.config.update("jax_compilation_cache_dir", folder)
-    return guarded(lambda: work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return work(args)
+    return ending.code
 
 
 def devices(kind: str) -> list:

@@ -30,10 +30,11 @@ ORDER, DONE = "order.json", "done.json"
 FLIP, DIE_IN_SAVE = "flip", "die in save"
 
 
-def disturbed_run(cfg, args) -> int:
-    """Do what main.run does, with wrappers around the function that the training loop
-    calls before each step, and around the start of a save. jax, which they import, has
-    its flags by now."""
+def start_and_disturb(cfg) -> None:
+    """Do what main.start does, and put wrappers around the function that the training
+    loop calls before each step, and around the start of a save. jax, which they import,
+    has its flags by then."""
+    start(cfg)
     from orbax.checkpoint import AsyncCheckpointer
 
     from train.balance.balancing import Balancing
@@ -56,7 +57,6 @@ def disturbed_run(cfg, args) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Balancing.before, AsyncCheckpointer.save = before_slowly, save_and_die
-    return run(cfg, args)
 
 
 def take_order(kind: str) -> dict:
@@ -124,6 +124,6 @@ def obey_param() -> None:
 
 
 if __name__ == "__main__":
-    run, main.run = main.run, disturbed_run
+    start, main.start = main.start, start_and_disturb
     obey_param()
     sys.exit(end(main.main()))

@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     add_gin_flags(parser, default="none")
     args = parser.parse_args(argv)
     work = machine if args.part == "machine" else train
-    return guarded(lambda: work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return work(args)
+    return ending.code
 
 
 def machine(args) -> int:

@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     args = parse(argv[:at])
     args.program = argv[at + 1 :]
-    return guarded(lambda: args.work(args), as_json=args.json)
+    with guarded(as_json=args.json) as ending:
+        return args.work(args)
+    return ending.code
 
 
 def parse(words: list[str]) -> argparse.Namespace:

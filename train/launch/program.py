@@ -4,6 +4,8 @@ jax is not imported here before its flags are set. A program ends with one line 
 people and, with --json, one JSON object for scripts.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from moejax import simulate
 from moejax.config import Config
@@ -137,29 +139,48 @@ class RunFailed(RuntimeError):
     """Raised when a run cannot go on, and a new start by itself would not help."""
 
 
-def guarded(work: Callable[[], int], *, as_json: bool) -> int:
-    """Return the exit code of `work`, or print the error that it raises and return the
-    code for it.
+@dataclasses.dataclass
+class Ending:
+    """How a block of `guarded` ended."""
+
+    code: int = DONE
+    """Exit code for the error that the block raised."""
+
+
+@contextlib.contextmanager
+def guarded(*, as_json: bool) -> Iterator[Ending]:
+    """Print the error that the block raises, and yield an object that has the exit code
+    for it when the block has ended.
 
     ValueError and NotImplementedError are bad input (2). RunFailed and OSError, a
     failure of the machine, end with 3. Any other error is a bug: it is printed with its
     traceback (1). After 2 and 3 all processes of a run end with the same line and code.
+
+    >>> with guarded(as_json=False) as ending:
+    ...     pass
+    >>> ending.code
+    0
     """
     failures.report_by(lambda line, code: refuse(line, code, as_json))
     print_leniently()
+    ending = Ending()
     try:
-        return work()
+        yield ending
     except KeyboardInterrupt:
-        return _leave(refuse("interrupted", INTERRUPTED, as_json))
+        ending.code = _leave(refuse("interrupted", INTERRUPTED, as_json))
     except (ValueError, NotImplementedError) as error:
-        code, line = BAD_INPUT, one_line(error)
+        ending.code = _refuse_on_all(one_line(error), BAD_INPUT, as_json)
     except (RunFailed, OSError) as error:
-        code, line = FAILED, one_line(error)
+        ending.code = _refuse_on_all(one_line(error), FAILED, as_json)
     except Exception:
         if _has_joined():
             failures.end_if_told()  # then the error is only a consequence
         traceback.print_exc()
-        return _leave(CRASHED)
+        ending.code = _leave(CRASHED)
+
+
+def _refuse_on_all(line: str, code: int, as_json: bool) -> int:
+    """Print an error and return `code`; end all processes of a run with both."""
     if _has_joined():
         failures.end_all(code, line)
     return refuse(line, code, as_json)

@@ -93,10 +93,9 @@ def test_a_line_shows_control_characters_escaped(capsys, character, shown):
 
 
 def test_a_line_is_cut_in_the_middle(capsys):
-    def work():
+    with guarded(as_json=False) as ending:
         raise ValueError("a.gin:3: \n" + "x " * LONG + ": give another one")
-
-    assert guarded(work, as_json=False) == 2
+    assert ending.code == 2
     line = capsys.readouterr().err
     assert len(line) <= MAX_LINE + len("error: \n")
     assert line.startswith("error: a.gin:3: x x")

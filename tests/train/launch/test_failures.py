@@ -112,7 +112,9 @@ def test_a_note_ends_the_process_with_its_line_and_code(store, codes, capfd):
 def test_a_crash_of_its_own_has_a_traceback(store, codes, capfd, monkeypatch):
     monkeypatch.setattr("train.launch.program._has_joined", lambda: True)
     monkeypatch.setattr("train.launch.program._leave", lambda code: code)
-    assert guarded(lambda: 1 // 0, as_json=False) == CRASHED
+    with guarded(as_json=False) as ending:
+        _ = 1 // 0
+    assert ending.code == CRASHED
     assert codes == []
     assert "ZeroDivisionError" in capfd.readouterr().err
 

@@ -12,11 +12,10 @@ from train.launch.streams import LenientStream
 REFUSED = """
 from train.launch.program import guarded
 
-def work():
+with guarded(as_json=True) as ending:
     print("a line")
     raise ValueError("a wrong field")
-
-raise SystemExit(guarded(work, as_json=True))
+raise SystemExit(ending.code)
 """
 
 
