@@ -86,7 +86,9 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     record = {
         "params": num_params(cfg.network),
         "memory": memory,
-        "checkpoint_bytes": _checkpoint_bytes(state),
+        "checkpoint_bytes": sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        ),
         "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
         "layout": dataclasses.asdict(run.layout),
         "kernels": {k: [c.value, c.why] for k, c in run.kernels.items()},
@@ -166,11 +168,6 @@ def _memory(run: Resolved) -> dict[str, int]:
 
 def _abstract_state(run: Resolved):
     return abstract_state(run, make_model(run).optimizer, run.layout.store)
-
-
-def _checkpoint_bytes(state) -> int:
-    """Return the bytes of a checkpoint: each array of the state once."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _say_fit(cfg: Config, fit: Fit) -> dict:

@@ -18,9 +18,9 @@ import numpy as np
 from moejax.balance import codec, overflows
 from moejax.moe.types import Placement, Windows
 from moejax.resolve.resolved import Resolved
-from train.balance.ahead import Steps
 from train.balance.balancing import Balancing
 from train.launch.processes import Watchdog
+from train.step.compiled import Steps
 from train.step.state import TrainState
 from train.step.step import StepMetrics
 
@@ -70,9 +70,9 @@ class InFlight:
         """Return the part of a checkpoint's meta record that `restore` reads."""
         return {"overflows": codec.dumps(self._state) if self.may_redo else None}
 
-    def is_ready(self) -> bool:
-        """Return whether devices have computed all steps that were dispatched."""
-        return not self._queue or self._queue[-1].metrics.loss.is_ready()
+    def is_computing(self) -> bool:
+        """Return whether devices still compute a step that was dispatched."""
+        return bool(self._queue) and not self._queue[-1].metrics.loss.is_ready()
 
     def dispatch(self, step: int, state: TrainState, windows: Windows) -> TrainState:
         """Dispatch a step under the placement in use, begin to copy its metrics, and

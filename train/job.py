@@ -108,9 +108,12 @@ def prepare_model(cfg: Config) -> StepContext:
     """Return the model on the devices that a configuration asks for, without data.
     Raises as `prepare` does."""
     mesh = make_mesh(cfg.mesh)
-    run = resolve(cfg, mesh, _usable_bytes(mesh.devices.flat[0]))
+    device = mesh.devices.flat[0]
+    # All processes must agree, so that no device is asked how many bytes are free. Of
+    # devices without a target (moejax/perf/targets), such as CPUs, none are known.
+    gpu = target.of_device(device.device_kind)
+    run = resolve(cfg, mesh, None if gpu is None else usable_bytes(gpu.memory_bytes))
     model = make_model(run)
-    device = model.mesh.devices.flat[0]
     check_device(model.layout, device)
     ragged_lines(run)
     check_remat(cfg.model, device)
@@ -122,13 +125,3 @@ def ragged_lines(run: Resolved) -> list[str]:
     """Return the warnings of the ragged transport for the devices of a run; raise
     ValueError where it is known to go wrong on them (train/step/ragged.py)."""
     return check_ragged(run.mesh_layout, run.mesh.devices.flat[0].platform)
-
-
-def _usable_bytes(device: jax.Device) -> int | None:
-    """Return the bytes of a device that a run may use; None for devices of which no
-    target is known (moejax/perf/targets), such as CPUs.
-
-    All processes of a run must agree, so that no device is asked how many are free.
-    """
-    gpu = target.of_device(device.device_kind)
-    return None if gpu is None else usable_bytes(gpu.memory_bytes)

@@ -52,17 +52,108 @@ DEFAULT_TARGET = "h100"
 
 def main(argv: list[str] | None = None) -> int:
     """Train, or do what the arguments ask for instead; return the exit code."""
-    args = parse(argv)
-    args.begun_sec = start_of_process() if argv is None else time.monotonic()
-    return guarded(lambda: work(args, is_program=argv is None), as_json=args.json)
+    args, is_program = parse(argv), argv is None
+    begun_sec = start_of_process() if is_program else time.monotonic()
+    with guarded(as_json=args.json) as ending:
+        check_arguments(args)
+        cfg = gin_reader.load(args.gin_file, args.gin_param)
+        profile_steps, track = parse_steps(args.profile_steps), parse_names(args.track)
+        if is_program and cfg.train.num_simulated_devices:
+            restart_with_huge_pages()
+
+        # Set the flags of jax, which is imported from here on, and meet the other
+        # processes of the run. All of them must have the same program to run.
+        start(cfg)
+        is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
+        fresh = args.fresh and is_first_attempt  # a restart continues its own run
+        from_step = args.from_step if is_first_attempt else None
+        facts = {
+            "configuration": gin_reader.render(cfg),
+            "--from_step": str(from_step),
+            "--dry_run": str(args.dry_run),
+            "--check": str(args.check),
+            "--track": ",".join(track),
+        }
+        require_same("program", facts | program_facts())
+        if args.dry_run:
+            if is_first():
+                show_dry_run(cfg, args)
+            return DONE
+        if args.check:
+            return check_devices(cfg, args)
+
+        from train.checkpoint.identity import check as check_identity
+        from train.checkpoint.record import go_back
+        from train.doctor.doctor import require_right
+        from train.job import prepare, ragged_lines
+        from train.logs.run_dir import share
+        from train.loop import train
+        from train.summary import finished_summary, summarise
+
+        # Resolve the configuration, and build the model and the data. The run
+        # directory is not touched before it is clear that the run can begin.
+        if track:
+            from_first_process(lambda: require_installed(track))
+        path = args.run_dir or cfg.train.run_dir
+        path = pathlib.Path(
+            path or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
+        )
+        cfg, is_new = look_back(cfg, path, fresh)
+        job = prepare(cfg, is_new=is_new)
+        resolved = job.model.run
+        require_same("job", job.facts | device_facts())
+        for line in ragged_lines(resolved) if is_first() else ():
+            say_loudly(line)
+        if resolved.mesh.devices.flat[0].platform == "gpu":
+            start_sec = time.monotonic()
+            num_checks, sec = require_right(resolved), time.monotonic() - start_sec
+            if is_first():
+                print(
+                    f"doctor: {num_checks} checks are right, in {sec:.1f} s", flush=True
+                )
+
+        # Claim the run directory, train in it, and report.
+        with share(path, fresh=fresh) as run_dir:
+            if run_dir.archived:
+                print(f"the run that was here is now {run_dir.archived}")
+            if from_step is not None:
+                for line in from_first_process(
+                    lambda: go_back(
+                        run_dir.path,
+                        from_step,
+                        lambda meta: check_identity(meta, cfg, job.meta["data"]),
+                    )
+                ):
+                    print(line)
+            summary = from_first_process(lambda: finished_summary(run_dir.path, job))
+            if summary is not None:
+                say_finished(summary, cfg)
+                emit(summary, args.json)
+                return DONE
+            print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
+            outcome = train(
+                job,
+                run_dir,
+                track=track,
+                profile_steps=profile_steps,
+                begun_sec=begun_sec,
+                is_plain=args.plain,
+            )
+            if outcome.evaluation is None:
+                step = int(outcome.state.step)
+                print(
+                    f"stopped by signal {outcome.signal} at step {step}; all is saved"
+                )
+                record = {"step": step, "signal": outcome.signal}
+                emit(record | {"run_dir": str(run_dir.path)}, args.json)
+                return PREEMPTED
+            emit(summarise(job, outcome, run_dir.path), args.json)
+            return DONE
+    return ending.code
 
 
-def work(args: argparse.Namespace, *, is_program: bool) -> int:
-    """Load the configuration, start jax and run; return the exit code.
-
-    `is_program` allows this process to replace itself, for settings of malloc that
-    stand only from the start of a process.
-    """
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that contradict one another."""
     if args.num_devices is not None and not args.dry_run:
         raise ValueError(
             f"--num_devices={args.num_devices} is for --dry_run, which proposes "
@@ -87,14 +178,6 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
             "--check compares kernels and collectives, and trains nothing: give it "
             "without --dry_run, --fresh and --from_step"
         )
-    cfg = gin_reader.load(args.gin_file, args.gin_param)
-    args.target = find_target(cfg, args.target)
-    args.profile_steps = parse_steps(args.profile_steps)
-    args.track = parse_names(args.track)
-    if is_program and cfg.train.num_simulated_devices:
-        restart_with_huge_pages()
-    start(cfg)
-    return run(cfg, args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -217,15 +300,6 @@ def _add_output(add: Callable) -> None:
     )
 
 
-def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
-    """Return the run directory: that of the command line, else of the configuration,
-    else runs/ and the name of the first gin file."""
-    path = args.run_dir or cfg.train.run_dir
-    return pathlib.Path(
-        path or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
-    )
-
-
 def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
     """Print what differs from the defaults, and `whole`: where to find the rest."""
     if args.print_config:
@@ -235,63 +309,6 @@ def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
     print(gin_reader.render(cfg, only_changed=True), flush=True)
     for note in notes_on_folder(cfg.model.from_hf):
         print(f"note: {visible(note)}", flush=True)
-
-
-def run(cfg: Config, args: argparse.Namespace) -> int:
-    """Do everything that needs jax: a dry run, or training from a new or an old run
-    directory to the summary. Return the exit code."""
-    is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
-    fresh = args.fresh and is_first_attempt  # a restart continues its own run
-    from_step = args.from_step if is_first_attempt else None
-    facts = {"configuration": gin_reader.render(cfg), "--from_step": str(from_step)}
-    facts |= {"--dry_run": str(args.dry_run), "--check": str(args.check)}
-    facts["--track"] = ",".join(args.track)
-    require_same("program", facts | program_facts())
-    from train.checkpoint import identity
-    from train.checkpoint.record import go_back
-    from train.logs.run_dir import share
-    from train.loop import Extras, train
-    from train.summary import finished_summary, summarise
-
-    if args.dry_run:
-        if is_first():
-            show_dry_run(cfg, args)
-        return DONE
-    if args.check:
-        return check_devices(cfg, args)
-    if args.track:
-        from_first_process(lambda: require_installed(args.track))
-    path = run_directory(cfg, args)
-    cfg, is_new = look_back(cfg, path, fresh)
-    job = prepare_checked(cfg, is_new)
-    with share(path, fresh=fresh) as run_dir:
-        if run_dir.archived:
-            print(f"the run that was here is now {run_dir.archived}")
-        if from_step is not None:
-            for line in from_first_process(
-                lambda: go_back(
-                    run_dir.path,
-                    from_step,
-                    lambda meta: identity.check(meta, cfg, job.meta["data"]),
-                )
-            ):
-                print(line)
-        summary = from_first_process(lambda: finished_summary(run_dir.path, job))
-        if summary is not None:
-            say_finished(summary, cfg)
-            emit(summary, args.json)
-            return DONE
-        print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
-        extras = Extras(args.track, args.profile_steps, args.begun_sec, args.plain)
-        outcome = train(job, run_dir, gin_reader.render(cfg), extras)
-        if outcome.evaluation is None:
-            step = int(outcome.state.step)
-            print(f"stopped by signal {outcome.signal} at step {step}; all is saved")
-            record = {"step": step, "signal": outcome.signal}
-            emit(record | {"run_dir": str(run_dir.path)}, args.json)
-            return PREEMPTED
-        emit(summarise(job, outcome, run_dir.path), args.json)
-    return DONE
 
 
 def look_back(cfg: Config, path: pathlib.Path, fresh: bool) -> tuple[Config, bool]:
@@ -322,31 +339,13 @@ def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
     """Print the configuration, and what a run of it, or meshes for it, would need."""
     from train.dry_run import dry_run, show_meshes
 
+    gpu = find_target(cfg, args.target)
     print_config(cfg, args, "--print_config prints all of them")
     if args.num_devices is None:
-        record = dry_run(cfg, args.target)
+        record = dry_run(cfg, gpu)
     else:
-        record = show_meshes(cfg, args.num_devices, args.target)
+        record = show_meshes(cfg, args.num_devices, gpu)
     emit(record, args.json)
-
-
-def prepare_checked(cfg: Config, is_new: bool):
-    """Return the job to train, of a run that has no checkpoint if `is_new`, once GPUs
-    have been checked (docs/doctor.md)."""
-    from train.doctor.doctor import require_right
-    from train.job import prepare, ragged_lines
-
-    job = prepare(cfg, is_new=is_new)
-    require_same("job", job.facts | device_facts())
-    run = job.model.run
-    for line in ragged_lines(run) if is_first() else ():
-        say_loudly(line)
-    if run.mesh.devices.flat[0].platform == "gpu":
-        start_sec = time.monotonic()
-        num_checks, sec = require_right(run), time.monotonic() - start_sec
-        if is_first():
-            print(f"doctor: {num_checks} checks are right, in {sec:.1f} s", flush=True)
-    return job
 
 
 def check_devices(cfg: Config, args: argparse.Namespace) -> int:

@@ -149,18 +149,13 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
     if summary["balance"] is not None:
         run = job.model.run
         print("\n".join(balance_lines(summary["balance"], run.cfg, run.speeds)))
-    print(f"{_load_heading(job.cfg.router.kind)} (' .:-=+*#%@': 0 to 2)")
+    heading = "load per expert on held-out text over the mean"
+    if job.cfg.router.kind == "recorded":
+        heading = (
+            "load per expert over the mean, as the recorded load is at its first step "
+            "and not as in training"
+        )
+    print(f"{heading} (' .:-=+*#%@': 0 to 2)")
     print("\n".join(format_expert_loads(tokens_le)))
     print(f"parameters      digest {summary['digest']} at step {summary['step']}")
     print(f"run directory   {summary['run_dir']}", flush=True)
-
-
-def _load_heading(router_kind: str) -> str:
-    """Return what the loads of an evaluation are. One under recorded loads follows
-    their first sample, whatever training has come to."""
-    if router_kind != "recorded":
-        return "load per expert on held-out text over the mean"
-    return (
-        "load per expert over the mean, as the recorded load is at its first step and "
-        "not as in training"
-    )

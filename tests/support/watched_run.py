@@ -160,8 +160,7 @@ def run_here(house: House, run_dir: pathlib.Path, *params: str) -> Done:
     house.step, house.compiled_before, house.background = 0, {}, []
     cfg = config(*params)
     with claim(run_dir) as held:
-        text = gin_reader.render(cfg)
-        loop.train(prepare.prepare(cfg), held, text, loop.Extras())
+        loop.train(prepare.prepare(cfg), held)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     return Done(
@@ -180,7 +179,7 @@ def restored(run_dir: pathlib.Path, *params: str):
     checkpointer = Checkpointer(run_dir / "checkpoints", job.cfg.checkpoint)
     state, meta = loop.restore(job, checkpointer, print)
     checkpointer.close()
-    balancing_now = Balancing(job, print)
+    balancing_now = Balancing(job, mock.Mock())
     balancing_now.restore(meta)
     return job, state, balancing_now
 

@@ -10,7 +10,6 @@ from moejax.config import Config, Train
 from train.summary import (
     FILE,
     MAX_FILE_BYTES,
-    _load_heading,
     finished_summary,
 )
 
@@ -57,8 +56,3 @@ def test_a_whole_summary_is_read(tmp_path, loss):
     longer = types.SimpleNamespace(cfg=Config(train=Train(num_steps=6)))
     assert finished_summary(tmp_path, longer) is None
     assert (tmp_path / FILE).is_file()
-
-
-def test_the_heading_of_loads_says_which_load_is_shown():
-    assert _load_heading("softmax").endswith("on held-out text over the mean")
-    assert "not as in training" in _load_heading("recorded")

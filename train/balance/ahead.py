@@ -1,47 +1,12 @@
-"""The compiled steps of a layout, and those of another one, which are compiled while
-the current steps run."""
+"""Steps of another layout, compiled in a thread while the current steps run."""
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-import jax
-import numpy as np
-
-from moejax.axes import everywhere
 from train.launch.program import COMPILES_AHEAD
 from train.messages import one_line
-from train.step.compiled import require_room
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """Train step and evaluation step, compiled for one layout. Both are exact."""
-
-    train: Any
-    evaluate: Any
-    loop_free: Any = None
-    """The train step without later rounds. None: a step is never run again."""
-
-    def run(
-        self, step: int, state, placement, windows, *, is_loop_free: bool = False
-    ) -> tuple[Any, Any]:
-        """Dispatch the train step number `step`, from 1; return state and metrics."""
-        if self.loop_free is None:
-            return self.train(state, placement, windows)
-        program = self.loop_free if is_loop_free else self.train
-        mesh = jax.tree.leaves(placement)[0].sharding.mesh
-        with jax.transfer_guard("allow"):  # the guard takes it for an implicit transfer
-            num_updates = everywhere(np.int32(step - 1), mesh)
-        return program(state, placement, windows, num_updates)
-
-    def require_room(self) -> None:
-        """Raise ValueError if a train step needs more memory than a device here has."""
-        for program in (self.train, self.loop_free):
-            if program is not None:
-                require_room(program)
+from train.step.compiled import Steps
 
 
 class Ahead:

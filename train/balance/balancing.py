@@ -28,15 +28,21 @@ from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.sent_bytes import sent_bytes
-from train.balance.ahead import Ahead, Steps
+from train.balance.ahead import Ahead
 from train.balance.migrate import Mover
 from train.balance.planner_process import PlannerProcess
 from train.balance.record import BalanceRecord
 from train.job import Job
-from train.launch.processes import any_process, is_first, published, withdraw
+from train.launch.processes import (
+    any_process,
+    are_several,
+    is_first,
+    published,
+    withdraw,
+)
 from train.logs import plan_lines
 from train.logs.records import Records, home_std_over_std, max_over_mean
-from train.step.compiled import compile_steps, on_devices
+from train.step.compiled import Steps, compile_steps, on_devices
 from train.step.freed_memory import return_freed_memory
 
 LATE_SEC = 0.05
@@ -55,10 +61,16 @@ class Balancing:
     are in use."""
 
     def __init__(
-        self, job: Job, say: Callable[[str], None], during=contextlib.nullcontext
+        self,
+        job: Job,
+        records: Records,
+        say: Callable[[str], None] = print,
+        during=contextlib.nullcontext,
     ) -> None:
-        """`during(what)` is a context for a block in which steps wait."""
-        self._job, self.say, self._during = job, say, during
+        """`records` get decisions and plans. `during(what)` is a context for a block in
+        which steps wait."""
+        self._job, self._records = job, records
+        self.say, self._during = say, during
         self._settings, self._mover = job.model.run.settings, Mover(job.model)
         self._is_on = self._settings.policy != "home"
         self.stores = {job.model.layout.store}
@@ -78,7 +90,6 @@ class Balancing:
         """Records of decisions, by the step before which they were collected."""
         self._layouts: dict[int, Layout] = {}
         self._published: dict[int, int] = {}
-        self.records: Records
 
     @property
     def _task(self) -> Task:
@@ -176,7 +187,7 @@ class Balancing:
         between owners, and the steps of a pending relayout. The planner's process
         starts meanwhile."""
         self._start_planner()
-        self.steps = self._compile_steps(self.layout)
+        self.steps = compile_steps(self._job.model.relaid(self.layout))
         self.steps.require_room()
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
@@ -186,10 +197,13 @@ class Balancing:
             self._ahead.wait()  # the watchdog has not started yet
         return_freed_memory()
 
-    def begin(self, state):
-        """Return the training state with its experts arranged for the current layout
-        and plan. The given state has them in logical order, in the store of the run's
-        first layout."""
+    def begin(self, step: int, state):
+        """Return the training state before `step`, the first of an attempt, with its
+        experts arranged for the current layout and plan, and write a line about these.
+        The given state has experts in logical order, in the store of the run's first
+        layout."""
+        plan_and_layout = self.plan, self.layout, self._sent_bytes()
+        self._records.plan(plan_lines.whole_line(step, "start", *plan_and_layout))
         first = self._job.model.layout.store
         return self.physical(self._mover.to_store(state, first, self.layout.store))
 
@@ -237,7 +251,12 @@ class Balancing:
             return
         record = self._step_records.setdefault(step, {})
         reply = self._reply(step, asked_step, record)
-        self._withdraw(step, asked_step)
+        # Delete texts that every process has read: before a step is dispatched, all
+        # processes have dispatched the one two steps before, whose metrics were read.
+        for old in [s for s, at in self._published.items() if at <= step - 2]:
+            withdraw(f"decision/{old}")
+            del self._published[old]
+        self._published[asked_step] = step
         if reply.saving_sec is not None:
             record["modelled_saving_msec"] = 1e3 * reply.saving_sec
         if (decision := reply.decision) is None:
@@ -256,7 +275,8 @@ class Balancing:
             return codec.loads(published(name, str))
         with self._during(f"waiting for the plan of step {asked_step}"):
             reply, waited_sec = self._planner.collect(asked_step)
-        published(name, lambda: codec.dumps(reply))
+        if are_several():
+            published(name, lambda: codec.dumps(reply))
         record["plan_wait_msec"] = 1e3 * waited_sec
         if waited_sec >= LATE_SEC and self._settings.lag_steps > 1:
             self.say(
@@ -264,14 +284,6 @@ class Balancing:
                 f"{asked_step}: a larger Balance.lag_steps leaves it more time"
             )
         return reply
-
-    def _withdraw(self, step: int, asked_step: int) -> None:
-        """Delete texts that every process has read: before a step is dispatched, all
-        processes have dispatched the one two steps before, whose metrics were read."""
-        for old in [s for s, at in self._published.items() if at <= step - 2]:
-            withdraw(f"decision/{old}")
-            del self._published[old]
-        self._published[asked_step] = step
 
     def before(self, step: int, state):
         """Return the state to run `step` with. If a decision is due at this step, the
@@ -315,12 +327,6 @@ class Balancing:
         )
         return state
 
-    def record_start(self, step: int) -> None:
-        """Write the line of the plan and layout with which an attempt begins, before
-        `step`."""
-        plan_and_layout = self.plan, self.layout, self._sent_bytes()
-        self.records.plan(plan_lines.whole_line(step, "start", *plan_and_layout))
-
     def _record_adoption(
         self, step: int, before: ExpertPlan, *, is_relayout: bool
     ) -> None:
@@ -331,7 +337,7 @@ class Balancing:
             line = plan_lines.whole_line(step, "relayout", *plan_and_layout)
         else:
             line = plan_lines.swap_line(step, before, self.plan, self.layout)
-        self.records.plan(line)
+        self._records.plan(line)
 
     def _sent_bytes(self) -> dict[str, float]:
         """Return the bytes that a device sends in a step of the layout in use, by
@@ -410,7 +416,7 @@ class Balancing:
         if not self._is_on:
             return
         if step in self._decided:
-            self.records.event({"step": step, "decision": self._decided.pop(step)})
+            self._records.event({"step": step, "decision": self._decided.pop(step)})
         if self._first_step is None:
             self._first_step = step
         if self._planner is not None:
@@ -445,7 +451,7 @@ class Balancing:
                 self._mover.prepare_reshard(
                     "sharded" if layout.store == "sharded" else "owned"
                 )
-        return Steps(*compile_steps(self._job.model.relaid(layout)))
+        return compile_steps(self._job.model.relaid(layout))
 
     def _set_placement(self) -> None:
         """Put the index tables of the current plan on the devices."""

@@ -201,7 +201,17 @@ class Checkpointer:
             )
         return True
 
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Close, unless one of several processes fails: orbax would wait for the
+        others, who know of no failure."""
+        if not (are_several() and kind):
+            self.close()
+
     def close(self) -> None:
+        """Wait until no save is in flight, and end orbax's threads."""
         try:
             self.wait()
         finally:

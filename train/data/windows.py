@@ -130,11 +130,9 @@ class _Epochs:
     def first_token(self, item: int) -> int:
         """Return the index in the stream of the first token of an item's window."""
         epoch, window = self.window(item)
-        return self._phase(epoch) + window * self._seq_len
-
-    def _phase(self, epoch: int) -> int:
         # A hash, because NumPy does not promise its streams from version to version.
-        return _hash(f"{self._seed} {epoch}") % self._num_phases
+        phase = _hash(f"{self._seed} {epoch}") % self._num_phases
+        return phase + window * self._seq_len
 
 
 def _seed(seed: int, corpus: int) -> int:

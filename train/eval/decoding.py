@@ -64,13 +64,17 @@ def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
 
     A model's vocabulary can be larger than its tokenizer's.
     """
+
     # Dense parameters are gathered here once. Both programs know them to be whole, so
     # that no step gathers one (model_graph).
+    def gathered(leaf: jax.Array) -> jax.Array:
+        """Return a parameter, split over the tensor axis at most."""
+        rests = leaf.sharding
+        dims = [None if dim in (FSDP_AXES, VOCAB_AXES) else dim for dim in rests.spec]
+        return jax.device_put(leaf, sharding(rests.mesh, *dims))
+
     experts, dense = expert_params.take(loaded.params)
-    dense = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, _gathered_sharding(leaf.sharding)), dense
-    )
-    params = expert_params.put(dense, experts)
+    params = expert_params.put(jax.tree.map(gathered, dense), experts)
     weights = params, loaded.router_bias, loaded.placement
     programs = _make_programs(loaded.run, num_ids)
     return Decoder(loaded.cfg, loaded.mesh, weights, separator, *programs)
@@ -89,7 +93,9 @@ def decode(
     capacity = _round_up(token_bt.shape[1] + max_tokens, CACHE_MULTIPLE)
     batch_sharding, whole = sharding(decoder.mesh, BATCH_AXES), sharding(decoder.mesh)
     rows = jax.device_put((token_bt, position_bt), batch_sharding)
-    sampling = jax.device_put(_as_arrays(sampling), whole)
+    dtypes = Sampling(np.float32, np.float32, np.uint32)
+    sampling = jax.tree.map(lambda dtype, x: dtype(x), dtypes, sampling)
+    sampling = jax.device_put(sampling, whole)
     last = decoder.prefill(*decoder.weights, *rows, sampling, capacity)
     for num_left in reversed(range(max_tokens)):
         token_b, position_b, cache = last
@@ -184,21 +190,6 @@ def _pad_prompts(decoder: Decoder, prompts: Sequence[np.ndarray]):
         token_bt[row, first:] = prompt
         position_bt[row, first:] = np.arange(len(prompt))
     return token_bt, position_bt
-
-
-def _gathered_sharding(where: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Return the sharding in which a dense parameter is used: split over the tensor
-    axis at most, and not over the other axes over which it rests."""
-    dims = [None if dim in (FSDP_AXES, VOCAB_AXES) else dim for dim in where.spec]
-    return sharding(where.mesh, *dims)
-
-
-def _as_arrays(sampling: Sampling) -> Sampling:
-    return Sampling(
-        np.float32(sampling.temperature),
-        np.float32(sampling.top_p),
-        np.uint32(sampling.seed),
-    )
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -104,8 +104,10 @@ def program_facts() -> dict[str, str]:
     settings = [f"{name} = {getattr(jax.config, name)!r}" for name in JAX_SETTINGS]
     flags = os.environ.get("XLA_FLAGS", "").split()
     settings += [f"XLA {word}" for word in flags if not word.startswith(OWN_FLAGS)]
+    paths = [p for room in ("moejax", "train") for p in (ROOT / room).rglob("*.py")]
+    sources = [f"{path.relative_to(ROOT)} {_file_hash(path)}" for path in sorted(paths)]
     return {
-        "code": "\n".join(_sources()),
+        "code": "\n".join(sources),
         "libraries": "\n".join(_versions()),
         "settings of jax": "\n".join(settings),
     }
@@ -133,12 +135,6 @@ def device_facts() -> dict[str, str]:
 
 def _file_hash(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _sources() -> list[str]:
-    """Return a line with the name and the hash of each source file of the trainer."""
-    paths = [p for room in ("moejax", "train") for p in (ROOT / room).rglob("*.py")]
-    return [f"{path.relative_to(ROOT)} {_file_hash(path)}" for path in sorted(paths)]
 
 
 def _versions() -> list[str]:

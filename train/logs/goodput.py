@@ -62,54 +62,45 @@ class Stopwatch:
     def __init__(
         self,
         folder: pathlib.Path,
+        step: int,
         begun_sec: float,
         *,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Begin at `begun_sec`, a value of `monotonic`. Process 0 reads and writes the
-        file in `folder`; other processes have no file."""
+        """Go on after `step`, the last step that is done, from the lines of earlier
+        attempts. This attempt began at `begun_sec`, a value of `monotonic`. Process 0
+        reads and writes the file in `folder`; other processes have no file."""
         self._monotonic, self._now = monotonic, now
         self.begun_at = now() - (monotonic() - begun_sec)
         """Time in seconds since 1970 at which the attempt began."""
-        self.step = 0
-        """Last step that is done, as far as this stopwatch was told."""
         self._mark_sec = self._line_sec = self._begun_sec = begun_sec
-        self._log: MetricsLog | None = None
-        self._lines: list[dict] = []
-        if is_first():
-            self._log = MetricsLog(folder / FILE)
-            self._lines = read_lines(folder / FILE)
-        self._stack = ["restarts" if self._lines else "other"]
+        self._log = MetricsLog(folder / FILE) if is_first() else None
+        lines = read_lines(folder / FILE) if is_first() else []
+        self._stack = ["restarts" if lines else "other"]
         self._spent = dict.fromkeys(BUCKETS, 0.0)
-        self._base: Account | None = None
+        self._base = next_attempt(lines, step, self.begun_at)
+        self.write(step)
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt, from 1. Call `resume` before."""
+        """Number of the attempt, from 1."""
         return self._base.num_attempts
 
     def __enter__(self) -> "Stopwatch":
         return self
 
     def __exit__(self, *_) -> None:
-        """Write the last line of the attempt, if it has got as far as `resume`."""
-        if self._base is not None:
-            self.write(self.step)
+        """Write the last line of the attempt."""
+        self.write(self._step)
         if self._log is not None:
             self._log.close()
             self._log = None
 
-    def resume(self, step: int) -> None:
-        """Go on from the lines of earlier attempts, after `step`, the last step that is
-        done."""
-        self._base = next_attempt(self._lines, step, self.begun_at)
-        self.write(step)
-
     def end_start(self) -> None:
         """Book what is outside of all blocks to "other" from now on, and write a
         line."""
-        self.write(self.step)
+        self.write(self._step)
         self._stack[0] = "other"
 
     @contextlib.contextmanager
@@ -137,13 +128,13 @@ class Stopwatch:
         now_sec = self._monotonic()
         limit_sec = 0.01 * (now_sec - self._begun_sec)
         limit_sec = min(max(limit_sec, MIN_LINE_SEC), MAX_LINE_SEC)
-        self.step = step
+        self._step = step
         if now_sec - self._line_sec >= limit_sec:
             self.write(step)
 
     def write(self, step: int) -> None:
         """Write a line: where the time went up to now, when `step` is done."""
-        self.step, self._line_sec = step, self._monotonic()
+        self._step, self._line_sec = step, self._monotonic()
         if self._log is None:
             return
         account = self.account()
@@ -152,7 +143,7 @@ class Stopwatch:
         self._log.append(record | {"down_sec": account.down_sec, "sec": sec})
 
     def account(self) -> Account:
-        """Return where the time of the run went up to now. Call `resume` before."""
+        """Return where the time of the run went up to now."""
         self._book()
         base = self._base.sec
         sec = {name: base[name] + self._spent[name] for name in BUCKETS}

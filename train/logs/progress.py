@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 def shown(num_steps: int, *, is_plain: bool = False) -> Iterator["Display"]:
     """Yield a display of a run: a bar if standard output is a terminal, and lines
     otherwise or with `is_plain`."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
     if is_plain or not console.is_interactive:
         yield Lines(num_steps, console)
         return

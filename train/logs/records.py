@@ -17,8 +17,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -48,12 +47,19 @@ class Records:
         folder: pathlib.Path,
         cfg: Config,
         step: int,
+        attempt: int,
+        begun_at: float,
         track: tuple[str, ...] = (),
         config_text: str = "",
     ) -> None:
         """Open the files in a run directory after `step`, the last step that is done,
-        and start the trackers that `track` names."""
+        and start the trackers that `track` names.
+
+        The attempt has the number `attempt`, from 1, and began `begun_at` seconds after
+        1970.
+        """
         self._cfg, self._files = cfg, contextlib.ExitStack()
+        self._last_step, self._attempt, self._begun_at = step, attempt, begun_at
         self._metrics = self._plans = self._attempts = None
         self._samples = self._trackers = None
         from_first_process(lambda: _cut_back_samples(folder, step))
@@ -70,14 +76,30 @@ class Records:
             self._samples = self._open(folder / f"samples-{jax.process_index()}.jsonl")
 
     def __enter__(self) -> "Records":
+        """Write where the attempt begins."""
+        if self._attempts is not None:
+            mesh = self._cfg.mesh
+            line = attempt_line(self._last_step, self._attempt, self._begun_at, mesh)
+            self._attempts.append(line)
         return self
 
-    def __exit__(self, *_) -> None:
-        self._files.close()
+    def __exit__(self, kind, fault, _) -> None:
+        """Write how the attempt ended, and close the files: finished after the last
+        step, stopped before it, failed with an error."""
+        is_last = self._last_step >= self._cfg.train.num_steps
+        end, why = "finished" if is_last else "stopped", ""
+        if fault is not None:
+            end, why = "failed", one_line(fault) or kind.__name__
+        with self._files:
+            if self._attempts is not None:
+                line = {"step": self._last_step, "attempt": self._attempt}
+                line |= {"at": time.time(), "end": end, "why": why}
+                self._attempts.append(line)
 
     def step(self, record: dict, tokens_le: np.ndarray) -> None:
         """Write a step's record. It has the loads of experts (tokens_le) and of devices
         (rows_lw) every Train.log_load_every_steps steps only."""
+        self._last_step = record["step"]
         if record["step"] % self._cfg.train.log_load_every_steps == 0:
             record = record | {"tokens_le": tokens_le}
         else:
@@ -104,30 +126,6 @@ class Records:
         """Write a line of train/logs/plan_lines.py."""
         if self._plans is not None:
             self._plans.append(record)
-
-    @contextlib.contextmanager
-    def attempt(
-        self,
-        begin: dict[str, Any],
-        last_step: Callable[[], int],
-        num_steps: int,
-    ) -> Iterator[None]:
-        """Write the line `begin` of an attempt (`attempt_line`), and when the block
-        ends that of its end: finished if `last_step()` is the last of `num_steps`, else
-        stopped; failed with an error."""
-        end, why = "failed", ""
-        try:
-            if self._attempts is not None:
-                self._attempts.append(begin)
-            yield
-            end = "finished" if last_step() >= num_steps else "stopped"
-        except BaseException as fault:
-            why = one_line(fault) or type(fault).__name__
-            raise
-        finally:
-            line = {"step": last_step(), "attempt": begin["attempt"], "at": time.time()}
-            if self._attempts is not None:
-                self._attempts.append(line | {"end": end, "why": why})
 
     def samples(self, step: int, batches: TrainBatches, sharding) -> None:
         """Write which rows of a batch this process fed to a step, and the ids of their

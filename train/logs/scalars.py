@@ -73,11 +73,7 @@ def scalars(record: dict) -> Iterator[tuple[str, float]]:
             yield TAGS.get(name, f"other/{name}"), float(value)
     for layer, ratio in enumerate(record.get("expert_max_over_mean", ())):
         yield f"load_by_layer/{layer:02d}_expert_max_over_mean", float(ratio)
-    yield from _decision_scalars(record.get("decision", {}))
-
-
-def _decision_scalars(decision: dict) -> Iterator[tuple[str, float]]:
-    """Yield (tag, number) for the figures of a decision."""
+    decision = record.get("decision", {})
     is_kept = decision.get("kind") == "keep"
     for name, (tag, factor) in DECISION_TAGS.items():
         if name in decision and (not is_kept or name.startswith("device_")):

@@ -1,7 +1,9 @@
 """Ahead-of-time compilation of a run's steps, from shapes alone, without arrays."""
 
+import dataclasses
 from concurrent import futures
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +24,34 @@ from train.step.step import (
     make_train_step,
     window_sharding,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Train step and evaluation step, compiled for one layout. Both are exact."""
+
+    train: Any
+    evaluate: Any
+    loop_free: Any = None
+    """The train step without later rounds. None: a step is never run again."""
+
+    def run(
+        self, step: int, state, placement, windows, *, is_loop_free: bool = False
+    ) -> tuple[Any, Any]:
+        """Dispatch the train step number `step`, from 1; return state and metrics."""
+        if self.loop_free is None:
+            return self.train(state, placement, windows)
+        program = self.loop_free if is_loop_free else self.train
+        mesh = jax.tree.leaves(placement)[0].sharding.mesh
+        with jax.transfer_guard("allow"):  # the guard takes it for an implicit transfer
+            num_updates = everywhere(np.int32(step - 1), mesh)
+        return program(state, placement, windows, num_updates)
+
+    def require_room(self) -> None:
+        """Raise ValueError if a train step needs more memory than a device here has."""
+        for program in (self.train, self.loop_free):
+            if program is not None:
+                require_room(program)
 
 
 def make_model(run: Resolved) -> StepContext:
@@ -49,12 +79,11 @@ def trace_train_step(context: StepContext):
     return make_train_step(context).trace(*_abstract_args(context))
 
 
-def compile_steps(context: StepContext):
-    """Return the exact train step, the evaluation step and the loop-free train step,
-    compiled for the mesh's devices.
+def compile_steps(context: StepContext) -> Steps:
+    """Return the train step and the evaluation step, compiled for the mesh's devices;
+    the loop-free train step too if the layout's overflow is 'redo'.
 
-    The evaluation step takes windows of one micro-batch. The loop-free step is None
-    unless the layout's overflow is 'redo'.
+    The evaluation step takes windows of one micro-batch.
     """
     state, placement, windows, *_ = _abstract_args(context)
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
@@ -70,7 +99,9 @@ def compile_steps(context: StepContext):
         train_step = threads.submit(compile_lowered, trace_train_step(exact).lower())
         lowered = make_eval_step(context).lower(*eval_args)
         eval_step = threads.submit(compile_lowered, lowered)
-        return train_step.result(), eval_step.result(), loop_free and loop_free.result()
+        return Steps(
+            train_step.result(), eval_step.result(), loop_free and loop_free.result()
+        )
 
 
 def require_room(step) -> None:

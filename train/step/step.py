@@ -73,25 +73,6 @@ class StepContext(NamedTuple):
         return self._replace(run=self.run.relaid(layout))
 
 
-class LossInputs(NamedTuple):
-    """Inputs of one micro-batch's loss beside parameters and router bias."""
-
-    placement: Placement
-    windows: Windows
-    key: jax.Array
-    """Random key of the micro-batch, for jitter and recorded choices."""
-    step: jax.Array
-    is_training: bool
-    micro_batch: jax.Array | int = 0
-    """Number of the micro-batch within its step, from 0."""
-    slots: Slots | None = None
-    """Slots of all layers, if they were made before the loss. None: each layer makes
-    its slots from the parameters."""
-    tracked: jax.Array | None = None
-    """Copy of TrainState.tracked. None: a domain's experts travel whole, or the slots
-    are given."""
-
-
 def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
     """Return the sharding of Windows [micro-batch, b, t + 1], which splits b over all
     batch axes."""
@@ -111,7 +92,7 @@ def make_train_step(context: StepContext):
     state = abstract_state(context.run, context.optimizer, context.layout.store)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
-        partial(_train_step, context, make_loss(context)),
+        partial(_train_step, context),
         donate_argnums=0,
         out_shardings=(state_shardings, axes.sharding(context.mesh)),
     )
@@ -123,90 +104,44 @@ def make_eval_step(context: StepContext):
 
     The step evaluates the first micro-batch of `windows` only. It is exact.
     """
-    whole, exact = axes.sharding(context.mesh), context._replace(is_exact=True)
-    return jax.jit(partial(_eval_step, make_loss(exact)), out_shardings=whole)
 
+    def eval_step(params, router_bias, placement, windows):
+        first = jax.tree.map(lambda leaf: leaf[0], windows)
+        inputs = LossInputs(placement, first, jax.random.key(0), jnp.int32(0), False)
+        _, (nats, _, stats) = micro_batch_loss(exact, params, router_bias, inputs)
+        return nats, stats
 
-def make_loss(context: StepContext):
-    """Return loss_fn(params, router_bias, inputs: LossInputs) -> total loss,
-    (cross-entropy, router losses, routing statistics) of one micro-batch."""
-    cfg, layout = context.cfg, context.layout
-    layout = layout.with_rounds if context.is_exact else layout
-    graph = model_graph(context.run)
-    chance_tle = None
-    if cfg.router.kind == "recorded":
-        sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
-        chance_tle = recorded.loads(cfg.recorded, *sizes)
-
-    def loss_fn(params, router_bias, inputs: LossInputs):
-        batch = Batch.from_windows(inputs.windows)
-        chance_le = None
-        if chance_tle is not None:
-            at = (inputs.step, inputs.micro_batch, cfg.train.accumulate_steps)
-            sample = recorded.sample_index(cfg.recorded, len(chance_tle), *at)
-            chance_le = jnp.asarray(chance_tle)[sample]
-        jitter = cfg.router.jitter if inputs.is_training else 0.0
-        network = nnx.merge(graph, params, router_bias)
-        is_dense = inputs.is_training and cfg.router.training == "dense"
-        points = cfg.recorded.points
-        step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense, points)
-        hidden_btd, sums = network(
-            batch.tokens_bt,
-            batch.position_bt,
-            inputs.placement,
-            layout,
-            step_inputs,
-            inputs.slots,
-            inputs.tracked,
-        )
-        loss, nats = cross_entropy(
-            hidden_btd,
-            network.head(),
-            batch.targets_bt,
-            context.mesh,
-            cfg.train.loss_chunk,
-            cfg.train.logit_z_loss,
-        )
-        stats = RoutingStats.from_sums(sums)
-        sizes = batch.tokens_bt.size, cfg.data.seq_len
-        router = routing.router_losses(sums.over_devices(), *sizes)
-        total = loss + routing.weighted_loss(router, cfg.router)
-        return total, (nats, router, stats)
-
-    return loss_fn
+    exact = context._replace(is_exact=True)
+    return jax.jit(eval_step, out_shardings=axes.sharding(context.mesh))
 
 
 def _train_step(
-    context: StepContext,
-    loss_fn,
-    state: TrainState,
-    placement,
-    windows,
-    num_updates=None,
+    context: StepContext, state: TrainState, placement, windows, num_updates=None
 ):
     """Average gradients over micro-batches and update the state with them."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     target = gradient_target(context.run, state, placement)
 
-    def micro_batch_loss(values, index, windows):
-        """Return the loss of one micro-batch as a function of the target's values."""
-        params, slots = target.split(values)
-        inputs = LossInputs(
-            placement,
-            windows,
-            jax.random.fold_in(key, index),
-            state.step,
-            is_training=True,
-            micro_batch=index,
-            slots=slots,
-            tracked=state.tracked if slots is None else None,
-        )
-        return loss_fn(params, state.router_bias, inputs)
-
     def add_micro_batch(sums, args):
         """Return the sum of gradients with one micro-batch more, and its report."""
-        loss = partial(micro_batch_loss, index=args[0], windows=args[1])
-        total, pull_back, aux = jax.vjp(loss, target.values, has_aux=True)
+        index, windows = args
+
+        def loss_of(values):
+            """Return the loss as a function of the target's values."""
+            params, slots = target.split(values)
+            inputs = LossInputs(
+                placement,
+                windows,
+                jax.random.fold_in(key, index),
+                state.step,
+                is_training=True,
+                micro_batch=index,
+                slots=slots,
+                tracked=state.tracked if slots is None else None,
+            )
+            return micro_batch_loss(context, params, state.router_bias, inputs)
+
+        total, pull_back, aux = jax.vjp(loss_of, target.values, has_aux=True)
         # Each layer's gradients are added to their part of the sum: those of all layers
         # never exist beside it.
         refs = jax.tree.map(jax.new_ref, sums)
@@ -229,6 +164,70 @@ def _train_step(
     return after, metrics.replace(is_redo_needed=is_redo_needed)
 
 
+class LossInputs(NamedTuple):
+    """Inputs of one micro-batch's loss beside parameters and router bias."""
+
+    placement: Placement
+    windows: Windows
+    key: jax.Array
+    """Random key of the micro-batch, for jitter and recorded choices."""
+    step: jax.Array
+    is_training: bool
+    micro_batch: jax.Array | int = 0
+    """Number of the micro-batch within its step, from 0."""
+    slots: Slots | None = None
+    """Slots of all layers, if they were made before the loss. None: each layer makes
+    its slots from the parameters."""
+    tracked: jax.Array | None = None
+    """Copy of TrainState.tracked. None: a domain's experts travel whole, or the slots
+    are given."""
+
+
+def micro_batch_loss(
+    context: StepContext, params, router_bias, inputs: LossInputs
+) -> tuple[jax.Array, tuple[jax.Array, RouterLosses, RoutingStats]]:
+    """Return the loss of one micro-batch with every auxiliary loss, and its
+    cross-entropy in nats per token, router losses and routing statistics."""
+    cfg, layout = context.cfg, context.layout
+    layout = layout.with_rounds if context.is_exact else layout
+    batch = Batch.from_windows(inputs.windows)
+    chance_le = None
+    if cfg.router.kind == "recorded":
+        sizes = cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k
+        chance_tle = recorded.loads(cfg.recorded, *sizes)
+        at = inputs.step, inputs.micro_batch, cfg.train.accumulate_steps
+        sample = recorded.sample_index(cfg.recorded, len(chance_tle), *at)
+        chance_le = jnp.asarray(chance_tle)[sample]
+    jitter = cfg.router.jitter if inputs.is_training else 0.0
+    is_dense = inputs.is_training and cfg.router.training == "dense"
+    points = cfg.recorded.points
+    step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense, points)
+
+    network = nnx.merge(model_graph(context.run), params, router_bias)
+    hidden_btd, sums = network(
+        batch.tokens_bt,
+        batch.position_bt,
+        inputs.placement,
+        layout,
+        step_inputs,
+        inputs.slots,
+        inputs.tracked,
+    )
+    mean, nats = cross_entropy(
+        hidden_btd,
+        network.head(),
+        batch.targets_bt,
+        context.mesh,
+        cfg.train.loss_chunk,
+        cfg.train.logit_z_loss,
+    )
+    stats = RoutingStats.from_sums(sums)
+    sizes = batch.tokens_bt.size, cfg.data.seq_len
+    router = routing.router_losses(sums.over_devices(), *sizes)
+    total = mean + routing.weighted_loss(router, cfg.router)
+    return total, (nats, router, stats)
+
+
 @jax.named_scope("optimizer")
 def _update(context: StepContext, state: TrainState, grads, total_a, aux):
     """Return the state after one AdamW update, and the metrics of the step.
@@ -240,11 +239,11 @@ def _update(context: StepContext, state: TrainState, grads, total_a, aux):
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
     stats = _merge_stats(stats_a)
     updates, opt_state = context.optimizer.update(grads, state.opt_state, state.params)
-    new = (
-        optax.apply_updates(state.params, updates),
-        opt_state,
-        _move_bias(cfg, state.router_bias, stats.tokens_le),
-    )
+    router_bias = state.router_bias
+    if rate := cfg.router.bias_rate:  # aux-loss-free balancing
+        move = partial(routing.update_bias, tokens_le=stats.tokens_le, rate=rate)
+        router_bias = jax.tree.map(move, router_bias)
+    new = optax.apply_updates(state.params, updates), opt_state, router_bias
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     old = (state.params, state.opt_state, state.router_bias)
     params, opt_state, router_bias = jax.tree.map(
@@ -284,22 +283,3 @@ def _merge_stats(stats: RoutingStats) -> RoutingStats:
         fullest_device_l=jnp.sum(stats.fullest_device_l, axis=0),
         bound_l=jnp.sum(stats.bound_l, axis=0),
     )
-
-
-def _move_bias(cfg: Config, router_bias, tokens_le):
-    """Return router biases after a step of aux-loss-free balancing, if it is on."""
-    if not cfg.router.bias_rate:
-        return router_bias
-    rate = cfg.router.bias_rate
-    return jax.tree.map(
-        lambda bias_le: routing.update_bias(bias_le, tokens_le, rate), router_bias
-    )
-
-
-def _eval_step(loss_fn, params, router_bias, placement, windows):
-    """Return nats per token and routing statistics of the first micro-batch."""
-    key, step = jax.random.key(0), jnp.int32(0)
-    first = jax.tree.map(lambda leaf: leaf[0], windows)
-    inputs = LossInputs(placement, first, key, step, is_training=False)
-    _, (nats, _, stats) = loss_fn(params, router_bias, inputs)
-    return nats, stats

@@ -244,12 +244,12 @@ def test_a_checkpoint_goes_on_under_any_other_policy(
     there = tmp_path / "checkpoints" / str(SAVED_STEP)
     shutil.copytree(swaps.run_dir / "checkpoints" / str(SAVED_STEP), there)
     job, state, now = restored(tmp_path, f"Balance.policy = '{policy}'")
-    state = now.logical(now.begin(state))
+    state = now.logical(now.begin(1, state))
     assert describe_arrays(state) == checkpoint_record(tmp_path, SAVED_STEP)["arrays"]
     placement = on_devices(now.plan, now.layout, job.model.mesh)
     batch_size, sharding = job.cfg.train.batch_size, job.window_sharding
     windows = feed(job.batches, SAVED_STEP, batch_size, 1, sharding)
-    step = house.programs[now.layout, job.model.mesh][0]
+    step = house.programs[now.layout, job.model.mesh].train
     _, metrics = step(now.physical(state), placement, windows)
     expected = swaps.steps[SAVED_STEP + 1]["loss"]
     assert_close(np.asarray(metrics.loss), np.float32(expected))
@@ -259,7 +259,7 @@ def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
     params = ("Mesh.expert = 2", "Train.num_simulated_devices = 4")
     _, state, now = restored(swaps.run_dir, *params)
     record = checkpoint_record(swaps.run_dir, NUM_STEPS)
-    assert describe_arrays(now.logical(now.begin(state))) == record["arrays"]
+    assert describe_arrays(now.logical(now.begin(1, state))) == record["arrays"]
     assert_evaluates_alike(house, swaps, *params)
 
 
@@ -363,8 +363,8 @@ def assert_evaluates_alike(house: House, done: Done, *params: str) -> None:
     model = job.model.relaid(now.layout)
     steps = house.programs.get((model.layout, model.mesh))
     evaluation = held_out.evaluate(
-        steps[1] if steps else make_eval_step(model),
-        now.begin(state),
+        steps.evaluate if steps else make_eval_step(model),
+        now.begin(1, state),
         on_devices(now.plan, now.layout, model.mesh),
         job.held_out,
         job.window_sharding,

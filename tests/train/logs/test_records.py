@@ -44,7 +44,7 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
     rng = np.random.default_rng(0)
     cfg = Config(train=Train(log_load_every_steps=3))
     routing = []
-    with Records(tmp_path, cfg, 0, ("tensorboard",), "a = 1") as records:
+    with Records(tmp_path, cfg, 0, 1, 0.0, ("tensorboard",), "a = 1") as records:
         for step in range(1, 8):
             metrics = make_metrics(rng)
             routing.append(metrics.routing)
@@ -117,13 +117,15 @@ def test_experts_without_a_choice_are_dead_for_the_step():
 def test_an_attempt_has_a_line_of_its_begin_and_of_its_end(
     tmp_path, fault, last_step, end, why
 ):
-    begin = attempt_line(3, 2, 1e9, Topology(data=2, expert=4))
+    cfg = Config(mesh=Topology(data=2, expert=4), train=Train(num_steps=9))
+    begin = attempt_line(3, 2, 1e9, cfg.mesh)
     with (
         contextlib.suppress(OSError, KeyboardInterrupt),
-        Records(tmp_path, Config(), 3) as records,
-        records.attempt(begin, lambda: last_step, 9),
+        Records(tmp_path, cfg, 3, 2, 1e9) as records,
     ):
         assert json.loads((tmp_path / "attempts.jsonl").read_text()) == begin
+        metrics = make_metrics(np.random.default_rng(0))
+        records.step(step_record(last_step, metrics, 0.5, 100), np.ones((2, 8)))
         if fault is not None:
             raise fault
     lines = (tmp_path / "attempts.jsonl").read_text().splitlines()

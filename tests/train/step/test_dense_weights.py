@@ -22,7 +22,7 @@ from moejax.resolve.resolved import resolve
 from tests.support import plain_model
 from tests.support.close import assert_close
 from train.step.state import abstract_state
-from train.step.step import LossInputs, StepContext, make_loss
+from train.step.step import LossInputs, StepContext, micro_batch_loss
 
 B, T, D, E = 8, 8, 64, 64
 MODEL = Model(
@@ -86,10 +86,9 @@ def compile_loss(topology: Topology):
         is_training=True,
     )
     bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), state.router_bias)
-    loss_fn = make_loss(context)
 
     def loss(params):
-        return loss_fn(params, bias, inputs)[0]
+        return micro_batch_loss(context, params, bias, inputs)[0]
 
     both = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))
     compiled = both.lower(state.params).compile()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from train.balance import balancing
-from train.balance.ahead import Ahead, Steps
+from train.balance.ahead import Ahead
 from train.step import compiled
 
 GIB = 2**30
@@ -53,12 +53,16 @@ def test_a_step_that_does_not_fit_says_by_how_much(compiled_step, monkeypatch):
 
 def test_the_first_step_and_those_of_a_relayout_are_checked(compiled_step, monkeypatch):
     with_limit(monkeypatch, 2 * 4 * NUMBERS - 1)
-    steps = Steps(compiled_step, None)
+    steps = compiled.Steps(compiled_step, None)
     ready, fault = Ahead(lambda: steps).result()
     assert ready is None
     assert "GiB too much" in fault
+    monkeypatch.setattr(balancing, "compile_steps", lambda model: steps)
+    model = types.SimpleNamespace(relaid=lambda layout: None)
     run = types.SimpleNamespace(
-        layout=None, _start_planner=lambda: None, _compile_steps=lambda layout: steps
+        layout=None,
+        _start_planner=lambda: None,
+        _job=types.SimpleNamespace(model=model),
     )
     with pytest.raises(ValueError, match="GiB too much"):
         balancing.Balancing.compile(run)
