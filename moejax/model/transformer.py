@@ -30,7 +30,7 @@ from moejax.model.vocabulary import Slices
 from moejax.moe import recorded
 from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
-from moejax.moe.layer import LayerInputs
+from moejax.moe.layer import LayerInputs, moe_layer_of_parts
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
@@ -261,7 +261,9 @@ class Transformer(nnx.Module):
                     (None,) * len(parts) if v is None else cut(v) for v in given
                 )
                 inputs = tuple(map(LayerInputs, parts, *cut_given))
-                return layer.of_parts(inputs, *args, slots=ready, dependency=dependency)
+                return moe_layer_of_parts(
+                    layer.params(), inputs, *args, slots=ready, dependency=dependency
+                )
 
             is_dense = step_inputs is not None and step_inputs.is_dense
             return run_dense if is_dense else run_moe

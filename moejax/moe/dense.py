@@ -10,8 +10,6 @@ none is sorted, and no expert moves: owners compute, as in a wide dense layer th
 split over the group.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -19,12 +17,12 @@ from jaxtyping import Array, Float
 
 from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.moe import route as routing
-from moejax.moe.layer import SUMS, MoeLayer, Static, whole
+from moejax.moe.layer import SUMS, MoeLayer
 from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.moe.weights.slots import own_experts
+from moejax.moe.weights.slots import own_experts, whole
 
 
 def dense(
@@ -43,62 +41,58 @@ def dense(
     time, and computes them again in the backward pass.
     """
     setup.check(x_btd, placement, jitter_btd=jitter_btd)
-    mesh_layout = setup.mesh_layout
-    batch = P(mesh_layout.batch_axes)
-    optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
-    static = Static.of(setup)
+    mesh_layout, router = setup.mesh_layout, setup.router
+    reduce_dtype = setup.gradient_reduce_dtype
     experts = own_experts(layer.master_params(), x_btd.dtype)
-    body = jax.shard_map(
-        partial(_body, static=static),
+
+    def on_device(x_btd, router_de, biases, owned_e, weights, jitter_btd):
+        """Compute the layer for x_btd, the sequences of one device. Devices along the
+        tensor axis have the same sequences."""
+        b, t, d = x_btd.shape
+        x_nd = x_btd.reshape(b * t, d)
+        routed_nd = x_nd
+        if jitter_btd is not None:
+            routed_nd = x_nd * jitter_btd.reshape(b * t, d)
+        routes, score_ne, logit_ne = routing.route(
+            routed_nd,
+            setup.whole_router(router_de, x_nd),
+            cfg=router,
+            top_k=setup.moe.top_k,
+            **biases,
+        )
+        gate_ne = routing.gates(score_ne, router)
+        owned_we = owned_e.reshape(-1, len(weights["down"]))
+        own_e = owned_we[index_along(mesh_layout.owner_axes)]
+        weights = whole(weights, x_nd, mesh_layout, reduce_dtype)
+        y_nd = everywhere(x_nd, gate_ne, own_e, weights, mesh_layout)
+
+        added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)
+        axes = _source_axes(mesh_layout)
+        num_sources = jax.lax.axis_size(axes) if axes else 1
+        rows = jnp.int32(b * t * num_sources * len(own_e))
+        sums = LayerSums(
+            **added,
+            rows_h=rows[None], rounds=jnp.int32(1), dropped=jnp.int32(0),
+            fullest_pair=jnp.int32(b * t), bound_h=rows[None],
+        )  # fmt: skip
+        sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
+        return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
+
+    batch = P(mesh_layout.batch_axes)
+    router_specs = setup.router_spec, P()
+    return jax.shard_map(
+        on_device,
         mesh=mesh_layout.mesh,
-        in_specs=(
-            batch,
-            setup.router_spec,
-            P(),
-            P(),
-            experts.specs(mesh_layout),
-            dict.fromkeys(optional, batch),
-        ),
+        in_specs=(batch, *router_specs, P(), experts.specs(mesh_layout), batch),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
+    )(
+        x_btd,
+        layer.router_de[...],
+        layer.biases(),
+        placement.owned_le,
+        experts.weights,
+        jitter_btd,
     )
-    router = layer.router_de[...], layer.biases()
-    return body(x_btd, *router, placement.owned_le, experts.weights, optional)
-
-
-def _body(
-    x_btd, router_de, biases, owned_e, master_params, optional, *, static: Static
-):
-    """Compute the layer for x_btd, the sequences of one device. Devices along the
-    tensor axis have the same sequences."""
-    (b, t, d), mesh_layout = x_btd.shape, static.mesh_layout
-    x_nd = x_btd.reshape(b * t, d)
-    routed_nd = x_nd
-    if optional:
-        routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
-    router_de = static.whole_router(router_de, x_nd)
-    routes, score_ne, logit_ne = routing.route(
-        routed_nd,
-        router_de,
-        cfg=static.router,
-        top_k=static.top_k,
-        **biases,
-    )
-    gate_ne = routing.gates(score_ne, static.router)
-    owned_we = owned_e.reshape(-1, len(master_params["down"]))
-    own_e = owned_we[index_along(mesh_layout.owner_axes)]
-    reduce_dtype = static.gradient_reduce_dtype
-    weights = whole(master_params, x_nd, mesh_layout, reduce_dtype)
-    y_nd = everywhere(x_nd, gate_ne, own_e, weights, mesh_layout)
-
-    added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)
-    rows = jnp.int32(b * t * _num_sources(mesh_layout) * len(own_e))
-    sums = LayerSums(
-        **added,
-        rows_h=rows[None], rounds=jnp.int32(1), dropped=jnp.int32(0),
-        fullest_pair=jnp.int32(b * t), bound_h=rows[None],
-    )  # fmt: skip
-    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
-    return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
 
 
 @jax.named_scope("experts")
@@ -145,9 +139,3 @@ def _source_axes(mesh_layout: MeshLayout) -> tuple[str, ...]:
     """Return the mesh axes along which both experts and tokens differ."""
     expert_axes = mesh_layout.owner_axes + mesh_layout.shard_axes
     return tuple(axis for axis in expert_axes if axis not in mesh_layout.tensor_axes)
-
-
-def _num_sources(mesh_layout: MeshLayout) -> int:
-    """Return the number of devices whose tokens one device computes."""
-    axes = _source_axes(mesh_layout)
-    return jax.lax.axis_size(axes) if axes else 1

@@ -3,9 +3,7 @@
 The body of the layer runs on each device inside one `shard_map`.
 """
 
-import dataclasses
-import functools
-from functools import partial
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -17,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import is_explicit
-from moejax.config import Moe, Router
+from moejax.config import Moe
 from moejax.kernels import varying_alike
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
@@ -32,10 +30,9 @@ from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
 from moejax.moe.experts import make_experts
 from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
-from moejax.moe.types import LayerSums, Placement, Routes
+from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.moe.weights.dependency import dependency_spec, wait_for
-from moejax.moe.weights.gather import Fsdp, gather
 from moejax.moe.weights.slots import Slots, make_slots, own_experts, whole
 from moejax.plan.layout import Layout
 
@@ -85,17 +82,6 @@ class MoeLayer(nnx.Module):
         """Compute the layer by `moe_layer`, with this layer's parameters; `options` are
         passed on."""
         return moe_layer(self.params(), x_btd, placement, setup, **options)
-
-    def of_parts(
-        self,
-        parts: "tuple[LayerInputs, ...]",
-        placement: Placement,
-        setup: LayerSetup,
-        **options,
-    ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
-        """Compute the layer by `moe_layer_of_parts`, with this layer's parameters;
-        `options` are passed on."""
-        return moe_layer_of_parts(self.params(), parts, placement, setup, **options)
 
     def params(self) -> stores.ExpertWeights:
         """Return the parameters by name, as `moe_layer` takes them."""
@@ -188,26 +174,101 @@ def moe_layer_of_parts(
     setup.check_biases(params)
     for part in parts:
         setup.check(part.x_btd, placement, part.forced_btk, part.jitter_btd, len(parts))
-    mesh_layout = setup.mesh_layout
+    mesh_layout, layout = setup.mesh_layout, setup.layout
+    exchanged = mesh_layout.exchanged  # for rows, a domain is one device
+    schedule = schedules.find_schedule(exchanged)
     x_sharding, dtype = jax.typeof(parts[0].x_btd).sharding, parts[0].x_btd.dtype
     parts = jax.tree.map(lambda leaf: _reshard(leaf, setup.batch_sharding), parts)
-    router = (
-        _reshard(
-            params["router_de"], NamedSharding(mesh_layout.mesh, setup.router_spec)
-        ),
-        {
-            name: _reshard(params[name], setup.param_sharding())
-            for name in ("bias_e", "logit_bias_e")
-            if name in params
-        },
+    router_de = _reshard(
+        params["router_de"], NamedSharding(mesh_layout.mesh, setup.router_spec)
     )
+    biases = {
+        name: _reshard(params[name], setup.param_sharding())
+        for name in ("bias_e", "logit_bias_e")
+        if name in params
+    }
+
+    # 1. Make the weights of the slots. With a split that makes replicas these are the
+    # device's own experts: copies travel later, when the loads are known.
     if slots is None:
-        slots = _slots(params, placement, setup, dtype)
-    batch = P(mesh_layout.batch_axes)
+        weights = {
+            name: _reshard(params[name], setup.param_sharding(stores.dims(name)))
+            for name in (*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
+            if name in params
+        }
+        if layout.makes_replicas:
+            slots = own_experts(weights, dtype)
+        else:
+            how = mesh_layout, dtype, setup.gradient_reduce_dtype
+            slots, _ = make_slots(weights, placement, *how)
     experts = experts or make_experts(setup.moe, mesh_layout)
-    static = Static.of(setup, experts)
-    body = jax.shard_map(
-        partial(_body, are_whole=slots.is_whole, static=static),
+    is_whole = slots.is_whole
+
+    def on_device(parts, router_de, biases, placement, weights, dependency):
+        """Compute the layer for parts of the sequences of one device. Devices along the
+        tensor axis have the same sequences. `weights` are those of its slots."""
+        entered = [_enter(part, exchanged) for part in parts]
+        router_de = setup.whole_router(router_de, entered[0].x_btd)
+        if not is_whole:
+            how = mesh_layout, setup.gradient_reduce_dtype
+            weights = whole(weights, entered[0].x_btd, *how)
+        y_parts, sums = [], []
+        for part, (x_nd, jitter_nd, forced_nk) in zip(parts, entered):
+            # 2. Route each token, in float32.
+            routes, score_ne, logit_ne = routing.route(
+                x_nd if jitter_nd is None else x_nd * jitter_nd,
+                router_de,
+                cfg=setup.router,
+                top_k=setup.moe.top_k,
+                forced_nk=forced_nk,
+                **biases,
+            )
+            expert_nk = wait_for(dependency, routes.expert_nk)
+
+            # 3. Exchange each part by itself, or each of its two halves: choose a
+            # replica for each row, ..
+            streams = [(x_nd, expert_nk, routes.gate_nk)]
+            if layout.halves and len(parts) == 1:
+                streams = list(zip(*(jnp.split(x_n, 2) for x_n in streams[0])))
+            y_streams, sents = [], []
+            for stream in streams:
+                sent_nd, chosen_nk, gate_nk = stream
+                n, k = gate_nk.shape
+                if setup.router.gate_input:
+                    sent_nd, chosen_nk, gate_nk = _choices_as_tokens(*stream)
+                sent, used = manifest(chosen_nk, placement, exchanged)
+                gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
+                slot_weights = weights
+                if layout.makes_replicas:  # so far own experts; add copies
+                    used = checkpoint_name(used, routing.ROUTES)
+                    with jax.named_scope("slots"):
+                        slot_weights, _ = stores.gather_copies(
+                            weights, used, mesh_layout
+                        )
+                # 4. send the rows and compute them, and 5. bring the results home.
+                y_nd = exchange(
+                    sent_nd, gate_nk, slot_weights, sent, experts, exchanged
+                )
+                if setup.router.gate_input:
+                    sent = sent.replace(peer_nk=sent.peer_nk.reshape(n, k))
+                    y_nd = y_nd.reshape(n, k, -1).sum(axis=1)
+                y_streams.append(y_nd)
+                sents.append(sent)
+            y_nd = schedules.leave(_join(y_streams), exchanged)
+            y_parts.append(y_nd.reshape(part.x_btd.shape).astype(dtype))
+
+            # Sums for losses and statistics, each token counted once.
+            of_tokens = score_ne, logit_ne, expert_nk, _join([x.peer_nk for x in sents])
+            own = (schedule.own(value, exchanged) for value in of_tokens)
+            sums.append(_sums(*own, sents, part.x_btd.shape[1], exchanged))
+        total = LayerSums.over_parts(sums)
+        x_btd = parts[0].x_btd
+        total = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], total)
+        return tuple(y_parts), total
+
+    batch = P(mesh_layout.batch_axes)
+    y_parts, sums = jax.shard_map(
+        on_device,
         mesh=mesh_layout.mesh,
         in_specs=(
             batch,
@@ -218,23 +279,12 @@ def moe_layer_of_parts(
             dependency_spec(mesh_layout),
         ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
-    )
-    y_parts, sums = body(parts, *router, placement, slots.read(), dependency)
+    )(parts, router_de, biases, placement, slots.read(), dependency)
     return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
-def _slots(params, placement, setup: LayerSetup, dtype) -> Slots:
-    """Return the weights of all slots. With a split that makes replicas return those of
-    the device's own experts alone: copies travel later, when the loads are known."""
-    experts = {
-        name: _reshard(params[name], setup.param_sharding(stores.dims(name)))
-        for name in (*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
-        if name in params
-    }
-    if setup.layout.makes_replicas:
-        return own_experts(experts, dtype)
-    how = setup.mesh_layout, dtype, setup.gradient_reduce_dtype
-    return make_slots(experts, placement, *how)[0]
+SUMS = LayerSums(*[0] * 10)
+"""The structure of LayerSums, for specs of shard_map."""
 
 
 def _reshard(value: Array, where) -> Array:
@@ -243,88 +293,6 @@ def _reshard(value: Array, where) -> Array:
     if isinstance(where, NamedSharding) and is_explicit(where.mesh):
         return jax.sharding.reshard(value, where)
     return value
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """Static arguments of the body that a device runs."""
-
-    top_k: int
-    router: Router
-    mesh_layout: MeshLayout
-    router_fsdp: Fsdp
-    """How the router's matrix rests (LayerSetup.router_fsdp)."""
-    router_dim: int | None
-    """Dim along which it is split, or None."""
-    gradient_reduce_dtype: str
-    """Dtype in which gradients of experts travel (Model.gradient_reduce_dtype)."""
-    experts: Experts | None = None
-    """Function that computes rows; None: the dense layer (moejax.moe.dense), which has
-    no rows."""
-
-    @classmethod
-    def of(cls, setup: LayerSetup, experts: Experts | None = None) -> "Static":
-        """Return the static arguments of a layer."""
-        return cls(
-            setup.moe.top_k, setup.router, setup.mesh_layout, setup.router_fsdp,
-            setup.router_dim, setup.gradient_reduce_dtype, experts,
-        )  # fmt: skip
-
-    def whole_router(self, part: Array, x_nd: Array) -> Float[Array, "d e"]:
-        """Return the whole matrix of the router, from this device's part of it."""
-        (router_de,) = gather((part,), (self.router_dim,), x_nd, self.router_fsdp)
-        return router_de
-
-
-SUMS = LayerSums(*[0] * 10)
-"""The structure of LayerSums, for specs of shard_map."""
-
-
-class _Stream(NamedTuple):
-    """Routed tokens of one exchange: those of a part, or half of them."""
-
-    x_nd: Array
-    routes: Routes
-
-
-def _body(
-    parts,
-    router_de,
-    biases,
-    placement,
-    weights,
-    dependency,
-    *,
-    are_whole,
-    static: Static,
-):
-    """Compute the layer for parts of the sequences of one device. Devices along the
-    tensor axis have the same sequences. `weights` are those of its slots."""
-    mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
-    given = [_enter(part, exchanged) for part in parts]
-    x_nd, (_, t, _) = given[0].x_btd, parts[0].x_btd.shape
-    route = partial(_route, static.whole_router(router_de, x_nd), biases, static=static)
-    if not are_whole:
-        weights = whole(weights, x_nd, mesh_layout, static.gradient_reduce_dtype)
-    y_parts, sums = [], []
-    for part, entered in zip(parts, given):
-        routes, score_ne, logit_ne = route(entered)
-        routes = routes.replace(expert_nk=wait_for(dependency, routes.expert_nk))
-        streams = _streams(_Stream(entered.x_btd, routes), len(parts), exchanged)
-        y_nd, sents = zip(
-            *(_travel(stream, weights, placement, static) for stream in streams)
-        )
-        y_nd = schedules.leave(_join(y_nd), exchanged)
-        y_parts.append(y_nd.reshape(part.x_btd.shape).astype(part.x_btd.dtype))
-        peer_nk = _join([sent.peer_nk for sent in sents])
-        keep_own = schedules.find_schedule(exchanged).own
-        own = (score_ne, logit_ne, routes.expert_nk, peer_nk)
-        own = (keep_own(value, exchanged) for value in own)
-        sums.append(_sums(*own, sents, t, exchanged))
-    total = LayerSums.over_parts(sums)
-    x_btd = parts[0].x_btd
-    total = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], total)
-    return tuple(y_parts), total
 
 
 def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
@@ -337,72 +305,24 @@ def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
     return jax.tree.map(enter, part)
 
 
-def _route(router_de, biases, part: LayerInputs, *, static: Static):
-    """Return the routes of the tokens [n, ..] of a part, and the router's scores and
-    logits."""
-    x_nd, jitter_nd, forced_nk = part
-    routed_nd = x_nd if jitter_nd is None else x_nd * jitter_nd
-    return routing.route(
-        routed_nd,
-        router_de,
-        cfg=static.router,
-        top_k=static.top_k,
-        forced_nk=forced_nk,
-        **biases,
-    )
+def _choices_as_tokens(
+    x_nd: Float[Array, "n d"], expert_nk: Int[Array, "n k"], gate_nk: Array
+) -> tuple[Float[Array, "a d"], Int[Array, "a 1"], Float[Array, "a 1"]]:
+    """Return the tokens, experts and gates of a layer whose gates multiply the input of
+    experts: each choice is a token of its own, with one expert and a gate of 1."""
+    (n, k), d = gate_nk.shape, x_nd.shape[1]
+    x_nkd = x_nd[:, None] * gate_nk[..., None].astype(x_nd.dtype)
+    expert_a1 = expert_nk.reshape(n * k, 1)
+    return x_nkd.reshape(n * k, d), expert_a1, jnp.ones_like(gate_nk, shape=(n * k, 1))
 
 
-def _streams(
-    whole_part: _Stream, num_parts: int, mesh_layout: MeshLayout
-) -> list[_Stream]:
-    """Return what is exchanged separately: a part, or its two halves where the layout
-    asks for halves and there is no other part."""
-    if not mesh_layout.layout.halves or num_parts > 1:
-        return [whole_part]
-    leaves, tree = jax.tree.flatten(whole_part)
-    halves = zip(*(jnp.split(leaf, 2) for leaf in leaves))
-    return [tree.unflatten(half) for half in halves]
-
-
-def _travel(stream: _Stream, weights, placement, static: Static):
-    """Return the results of a stream's tokens, and the manifest of its exchange."""
-    mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
-    if static.router.gate_input:
-        return _travel_gated(stream, weights, placement, static)
-    expert_nk, gate_nk = stream.routes.expert_nk, stream.routes.gate_nk
-    sent, used = manifest(expert_nk, placement, exchanged)
-    gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
-    if mesh_layout.layout.makes_replicas:  # so far own experts; add copies
-        used = checkpoint_name(used, routing.ROUTES)
-        with jax.named_scope("slots"):
-            weights, _ = stores.gather_copies(weights, used, mesh_layout)
-    y_nd = exchange(stream.x_nd, gate_nk, weights, sent, static.experts, exchanged)
-    return y_nd, sent
-
-
-def _travel_gated(stream: _Stream, weights, placement, static: Static):
-    """Return what `_travel` does where gates multiply the input of experts: each choice
-    is a token of its own, with one expert and a gate of 1."""
-    (n, k), x_nd = stream.routes.gate_nk.shape, stream.x_nd
-    x_nkd = x_nd[:, None] * stream.routes.gate_nk[..., None].astype(x_nd.dtype)
-    expert_a1 = stream.routes.expert_nk.reshape(n * k, 1)
-    routes = Routes(expert_a1, jnp.ones_like(stream.routes.gate_nk, shape=(n * k, 1)))
-    ungated = dataclasses.replace(
-        static, router=dataclasses.replace(static.router, gate_input=False)
-    )
-    choices = _Stream(x_nkd.reshape(n * k, -1), routes)
-    y_ad, sent = _travel(choices, weights, placement, ungated)
-    sent = sent.replace(peer_nk=sent.peer_nk.reshape(n, k))
-    return y_ad.reshape(n, k, -1).sum(axis=1), sent
-
-
-def _join(values):
+def _join(values: list[Array]) -> Array:
     """Return the values of one or several streams, one after the other."""
     return values[0] if len(values) == 1 else jnp.concatenate(values)
 
 
 def _sums(
-    score_ne, logit_ne, expert_nk, peer_nk, sents: tuple[Manifest, ...], seq_len,
+    score_ne, logit_ne, expert_nk, peer_nk, sents: list[Manifest], seq_len,
     mesh_layout: MeshLayout,
 ):  # fmt: skip
     """Return this device's addends to losses and statistics, of one part and the
@@ -416,15 +336,10 @@ def _sums(
     return LayerSums(
         **(jax.lax.psum(added, split) if split else added),
         rows_h=jax.lax.pmax(rows_h, tuple(sorted(owners))) if owners else rows_h,
-        rounds=_largest(num_rounds(sent, layout) for sent in sents),
-        fullest_pair=_largest(pair_to_fit(sent, layout) for sent in sents),
+        rounds=reduce(jnp.maximum, (num_rounds(sent, layout) for sent in sents)),
+        fullest_pair=reduce(jnp.maximum, (pair_to_fit(sent, layout) for sent in sents)),
         bound_h=jnp.stack([sent.bound for sent in sents]),
     )
-
-
-def _largest(counts) -> Int[Array, ""]:
-    """Return the largest of several counts."""
-    return functools.reduce(jnp.maximum, counts)
 
 
 def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:

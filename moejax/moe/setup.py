@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from moejax.axes import OWN_NAMES, MeshAxes, axis_size, everywhere, put
 from moejax.config import Model, Moe, Router
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.moe.types import Placement
-from moejax.moe.weights.gather import Fsdp, resting_dim
+from moejax.moe.weights.gather import Fsdp, gather, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -80,6 +80,12 @@ class LayerSetup:
     def router_spec(self) -> P:
         """PartitionSpec of the router's matrix."""
         return self.router_fsdp.spec(self.router_dim)
+
+    def whole_router(self, part: Array, x_nd: Array) -> Float[Array, "d e"]:
+        """Return the router's whole matrix, from this device's part of it, varying over
+        the mesh axes of `x_nd`. For use inside shard_map."""
+        (router_de,) = gather((part,), (self.router_dim,), x_nd, self.router_fsdp)
+        return router_de
 
     def home_plan(self, num_layers: int = 1) -> ExpertPlan:
         """Return the plan with every expert at its owner and nowhere else."""

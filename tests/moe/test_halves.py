@@ -13,7 +13,7 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Moe, Router
-from moejax.moe.layer import LayerInputs
+from moejax.moe.layer import LayerInputs, moe_layer_of_parts
 from moejax.moe.setup import LayerSetup
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -140,7 +140,7 @@ def test_two_parts_are_two_halves():
         layer = nnx.merge(graph, params, rest)
         jitter = None, 1.1 * jnp.ones_like(x_pbtd[1])
         inputs = tuple(map(LayerInputs, x_pbtd, jitter, forced))
-        y_pbtd, sums = layer.of_parts(inputs, placement, setup)
+        y_pbtd, sums = moe_layer_of_parts(layer.params(), inputs, placement, setup)
         alone = [
             layer(x, placement, setup, jitter_btd=j, forced_btk=f) for x, j, f in inputs
         ]

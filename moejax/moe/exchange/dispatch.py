@@ -134,20 +134,22 @@ def make_receipt(
     """Return the index tables of one window, and the number of rows per slot here.
 
     They are computed from the manifest alone, without communication. Rows per slot are
-    rounded up to the multiple that the layout aligns slots to.
+    rounded up to the multiple that the layout aligns slots to. `x` counts the chunks of
+    a buffer: one for each peer (or sender), and the further ones of rows that stay.
     """
     layout = mesh_layout.layout
-    w, s = layout.num_devices, layout.slots_per_device
+    w, s, align = layout.num_devices, layout.slots_per_device, layout.align_rows
     start, rows = window
     source = index_along(find_schedule(mesh_layout).sources(mesh_layout))
     owner = index_along(mesh_layout.peer_axes)
     pair_uws = sent.counts_up.reshape(-1, w, s)
+
+    # Send side: the assignment in each row of the send buffer.
     count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w
     peer_nk = sent.peer_nk
     if layout.is_local:  # keep only the rows that this device's experts compute
         count_w, first_w = count_w[owner][None], first_w[owner][None]
         peer_nk = jnp.where(peer_nk == owner, 0, EMPTY)
-
     row_c = jnp.arange(rows, dtype=jnp.int32)
     sent_from_x1 = _starts(start, window, owner, layout)
     count_x, first_x = (_with_home(x, owner, layout) for x in (count_w, first_w))
@@ -157,6 +159,8 @@ def make_receipt(
     assignment_xc = sent.assignment_a[jnp.minimum(index_xc, last)]
     assignment_m = jnp.where(real_xc, assignment_xc, EMPTY).reshape(-1)
 
+    # Receive side: within a sender's chunk of `piece` rows, those of a slot are
+    # begin .. end.
     windows = layout.num_windows
     piece = rows // windows
     counts_vs = jnp.repeat(pair_uws[:, owner], windows, axis=0)
@@ -168,38 +172,75 @@ def make_receipt(
         jnp.clip(edge_xs - from_x1, 0, piece)
         for edge_xs in (end_xs, end_xs - counts_xs)
     )
-    num_sorted = layout.num_sorted_rows(rows)
-    arrival_m, sorted_m1 = _sort_arrivals(
-        begin_xs, end_xs, piece, num_sorted, layout.align_rows
-    )
+
+    # From arrival order (sender, slot) to slot order (slot, sender), in which each slot
+    # begins at a multiple of `align`: a segment is the rows of one sender for one slot.
+    num_x = len(begin_xs)
+    part_sx = (end_xs - begin_xs).T
+    last_sx = jnp.cumsum(part_sx.reshape(-1)).reshape(s, num_x)
+    if align > 1:
+        rows_s = jnp.sum(part_sx, axis=1)
+        gap_s = _round_up(rows_s, align) - rows_s
+        last_sx += (jnp.cumsum(gap_s) - gap_s)[:, None]
+    first_sx = last_sx - part_sx
+    row_m = jnp.arange(layout.num_sorted_rows(rows), dtype=jnp.int32)
+    segment_m = jnp.sum(row_m[:, None] >= last_sx.reshape(-1), axis=1, dtype=jnp.int32)
+    real_m = segment_m < s * num_x
+    segment_m = jnp.minimum(segment_m, s * num_x - 1)
+    slot_m, sender_m = segment_m // num_x, segment_m % num_x
+    within_m = row_m - first_sx[slot_m, sender_m]
+    arrival_m = sender_m * piece + begin_xs[sender_m, slot_m] + within_m
+    if align > 1:  # a row between slots comes before the next slot's first
+        real_m &= within_m >= 0
+
+    # The inverse: the place in slot order of each row that arrives.
+    row_c = jnp.arange(piece, dtype=jnp.int32)
+    slot_xc = jnp.sum(row_c[:, None] >= end_xs[:, None, :], axis=2, dtype=jnp.int32)
+    here_xc = slot_xc < s
+    slot_xc = jnp.minimum(slot_xc, s - 1)
+    sender_x1 = jnp.arange(num_x)[:, None]
+    sorted_xc = first_sx[slot_xc, sender_x1] + row_c - begin_xs[sender_x1, slot_xc]
+    sorted_m1 = jnp.where(here_xc, sorted_xc, EMPTY).reshape(-1, 1)
+    arrival_m = jnp.where(real_m, arrival_m, EMPTY)
+
     part_xs = end_xs - begin_xs
     real_x = jnp.clip(count_x[:, None] - sent_from_x1, 0, rows)[:, 0]
-    receipt = Receipt(
-        position_nk=_positions(sent.offset_nk, peer_nk, window, owner, layout),
-        assignment_m=assignment_m,
-        arrival_m=arrival_m,
-        sorted_m1=sorted_m1,
-        count_w=_split(real_x, len(count_w))[0],
-        incoming_v=_split(jnp.sum(part_xs, axis=1), len(counts_vs))[0],
-    )
+
+    # The row of each choice in the send buffer. Rows that stay fill the chunk of this
+    # device, and then those behind all peers.
+    room = rows
+    if layout.home_chunks > 1:
+        is_home_nk = peer_nk == owner
+        start = jnp.where(is_home_nk, layout.home_chunks * start, start)
+        room = jnp.where(is_home_nk, layout.home_chunks * rows, rows)
+    inside_nk = (sent.offset_nk >= start) & (sent.offset_nk < start + room)
+    inside_nk &= peer_nk >= 0
+    chunk_nk = peer_nk
+    if layout.home_chunks > 1:
+        is_beyond_nk = is_home_nk & (sent.offset_nk - start >= rows)
+        chunk_nk = jnp.where(is_beyond_nk, w - 1, peer_nk)
+    position_nk = chunk_nk * rows + sent.offset_nk - start
+    position_nk = jnp.where(inside_nk, position_nk, EMPTY)
+
+    count_w = _split(real_x, len(count_w))[0]
+    incoming_v = _split(jnp.sum(part_xs, axis=1), len(counts_vs))[0]
     rows_s = jnp.sum(part_xs, axis=0)
-    if layout.align_rows > 1:
-        rows_s = _round_up(rows_s, layout.align_rows)
-        receipt = _send_in_order(receipt) if _is_sorted(layout) else receipt
+    if align > 1:
+        rows_s = _round_up(rows_s, align)
+    if align > 1 and _is_sorted(layout):
+        # A single sender lays its rows where experts compute them, so that no second
+        # permutation aligns slots.
+        assignment_m = _look_up(assignment_m, arrival_m)
+        position_nk = _look_up(sorted_m1[:, 0], position_nk)
+    receipt = Receipt(
+        position_nk, assignment_m, arrival_m, sorted_m1, count_w, incoming_v
+    )
     return receipt, rows_s
 
 
-def _send_in_order(receipt: Receipt) -> Receipt:
-    """Return the receipt of a single sender whose send buffer has its rows where
-    experts compute them, so that no second permutation aligns slots."""
-
-    def look_up(table_m: Array, row: Array) -> Array:
-        return jnp.where(row >= 0, table_m[jnp.maximum(row, 0)], EMPTY)
-
-    return receipt.replace(
-        assignment_m=look_up(receipt.assignment_m, receipt.arrival_m),
-        position_nk=look_up(receipt.sorted_m1[:, 0], receipt.position_nk),
-    )
+def _look_up(table_m: Array, row: Array) -> Array:
+    """Return the table's entries of these rows; -1 where the row is."""
+    return jnp.where(row >= 0, table_m[jnp.maximum(row, 0)], EMPTY)
 
 
 def _starts(start_v1, window: Window, owner, layout: Layout):
@@ -221,22 +262,6 @@ def _with_home(value_w: Array, owner, layout: Layout) -> Array:
         return value_w
     own_x = jnp.repeat(value_w[owner][None], layout.home_chunks - 1, axis=0)
     return jnp.append(value_w, own_x, axis=0)
-
-
-def _positions(offset_nk, peer_nk, window: Window, owner, layout: Layout):
-    """Return the row of each choice in the send buffer, -1 outside of the window."""
-    (start, rows), room = window, window.rows
-    if layout.home_chunks > 1:
-        is_home_nk = peer_nk == owner
-        start = jnp.where(is_home_nk, layout.home_chunks * start, start)
-        room = jnp.where(is_home_nk, layout.home_chunks * rows, rows)
-    inside_nk = (offset_nk >= start) & (offset_nk < start + room)
-    inside_nk &= peer_nk >= 0
-    chunk_nk = peer_nk
-    if layout.home_chunks > 1:  # the second chunk of rows that stay is behind all peers
-        is_beyond_nk = is_home_nk & (offset_nk - start >= rows)
-        chunk_nk = jnp.where(is_beyond_nk, layout.num_devices - 1, peer_nk)
-    return jnp.where(inside_nk, chunk_nk * rows + offset_nk - start, EMPTY)
 
 
 def _split(chunks_x: Array, num_sent: int) -> tuple[Array, Array | None]:
@@ -262,49 +287,6 @@ def _implementation(layout: Layout) -> str:
 def _is_sorted(layout: Layout) -> bool:
     """Return whether rows arrive in slot order, as they do from a single sender."""
     return layout.num_senders == 1
-
-
-def _sort_arrivals(
-    begin_ws: Int[Array, "w s"],
-    end_ws: Int[Array, "w s"],
-    rows: int,
-    num_sorted: int,
-    align_rows: int,
-) -> tuple[Int[Array, " m"], Int[Array, "m 1"]]:
-    """Return the permutation from arrival order to `num_sorted` rows in slot order, and
-    its inverse.
-
-    Rows arrive in the order (sender, slot) and are needed in the order (slot, sender),
-    where each slot begins at a multiple of `align_rows`. Within a sender's chunk of
-    `rows` rows, those of a slot are begin .. end. `w` counts senders here.
-    """
-    w, s = begin_ws.shape
-    part_sw = (end_ws - begin_ws).T
-    last_sw = jnp.cumsum(part_sw.reshape(-1)).reshape(s, w)
-    if align_rows > 1:
-        rows_s = jnp.sum(part_sw, axis=1)
-        gap_s = _round_up(rows_s, align_rows) - rows_s
-        last_sw += (jnp.cumsum(gap_s) - gap_s)[:, None]
-    first_sw = last_sw - part_sw
-
-    row_m = jnp.arange(num_sorted, dtype=jnp.int32)
-    segment_m = jnp.sum(row_m[:, None] >= last_sw.reshape(-1), axis=1, dtype=jnp.int32)
-    real_m = segment_m < s * w
-    segment_m = jnp.minimum(segment_m, s * w - 1)
-    slot_m, peer_m = segment_m // w, segment_m % w
-    within_m = row_m - first_sw[slot_m, peer_m]
-    arrival_m = peer_m * rows + begin_ws[peer_m, slot_m] + within_m
-    if align_rows > 1:  # a row between slots comes before the next slot's first
-        real_m &= within_m >= 0
-
-    row_c = jnp.arange(rows, dtype=jnp.int32)
-    slot_wc = jnp.sum(row_c[:, None] >= end_ws[:, None, :], axis=2, dtype=jnp.int32)
-    here_wc = slot_wc < s
-    slot_wc = jnp.minimum(slot_wc, s - 1)
-    peer_w1 = jnp.arange(w)[:, None]
-    sorted_wc = first_sw[slot_wc, peer_w1] + row_c - begin_ws[peer_w1, slot_wc]
-    sorted_m1 = jnp.where(here_wc, sorted_wc, EMPTY).reshape(-1, 1)
-    return jnp.where(real_m, arrival_m, EMPTY), sorted_m1
 
 
 def _round_up(rows_s: Int[Array, " s"], multiple: int) -> Int[Array, " s"]:
