@@ -24,18 +24,10 @@ from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
 from moejax.model.layers import RmsNorm, SwiGlu, vector
 from moejax.model.mla import LatentAttention
+from moejax.model.routed import MoeInputs, MoeOptions, Parts, routed_experts
 from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
-
-Parts = tuple[Float[Array, "b t d"], ...]
-"""Activations of a batch: one array, or two halves of each device's sequences that have
-nothing in common but the weights (Moe.halves)."""
-
-RunMoe = Callable[[MoeLayer, Parts], tuple[Parts, LayerSums]]
-"""Signature of run_moe(layer, parts) -> (parts, sums), which calls an MoE layer with
-everything else that it needs in this pass (placement, slots, jitter). A cycle has one
-for each of its MoE layers."""
 
 
 def check_block(cfg: Network) -> None:
@@ -90,22 +82,24 @@ class Block(nnx.Module):
         self,
         parts: Parts,
         contexts: tuple[AttentionContext, ...],
-        run_moe: Callable[[Parts], tuple[Parts, LayerSums]] | None,
+        moe: tuple[MoeLayer, MoeInputs] | None,
+        options: MoeOptions | None,
         cache_view: KvCacheView | None,
-    ):
+    ) -> tuple[Parts, LayerSums | None, KvCacheView | None]:
         """Return the block's output for each part, the MoE layer's sums (None for a
-        dense block) and the cache view of the next layer. `run_moe` calls the MoE
-        layer."""
+        dense block) and the cache view of the next layer. `moe` is the MoE layer with
+        its inputs; None for a dense block."""
         sums, added = None, ()
         if self.routed_norm is not None:  # before attention in program order
-            added, sums = run_moe(_each(self.routed_norm, parts))
+            routed = _each(self.routed_norm, parts)
+            added, sums = routed_experts(*moe, routed, options)
         attended, cache_view = self.attention(
             _each(self.attention_norm, parts), contexts, cache_view
         )
         parts = self._sum(parts, attended)
         normed = _each(self.ff_norm, parts)
         if self.is_moe and self.routed_norm is None:
-            added, sums = run_moe(normed)
+            added, sums = routed_experts(*moe, normed, options)
         if self.dense is not None:
             dense = self.dense(normed)
             if self.shared_gate_d is not None:
@@ -148,18 +142,25 @@ class Cycle(nnx.Module):
         """The MoE layer; if there are several, with their parameters stacked."""
         return next(block.moe for block in self.blocks if block.moe is not None)
 
-    def __call__(self, parts, contexts, run_moes: list[RunMoe], cache_view):
-        """Return the output, the MoE layers' sums, stacked if there are several, and
-        the next layer's cache view."""
+    def __call__(
+        self,
+        parts: Parts,
+        contexts: tuple[AttentionContext, ...],
+        inputs: list[MoeInputs],
+        options: MoeOptions,
+        cache_view: KvCacheView | None,
+    ) -> tuple[Parts, LayerSums, KvCacheView | None]:
+        """Return the output for each part, the MoE layers' sums, stacked if there are
+        several, and the next layer's cache view. `inputs` are those of each MoE
+        layer."""
         layers = [self.moe]
         if self.num_moe > 1:
             graph, params = nnx.split(self.moe)
             layers = [nnx.merge(graph, each) for each in unstack(params, self.num_moe)]
-        calls = map(partial, run_moes, layers)
-        sums = []
+        moes, sums = zip(layers, inputs, strict=True), []
         for block in self.blocks:
-            run_moe = next(calls) if block.is_moe else None
-            parts, own, cache_view = block(parts, contexts, run_moe, cache_view)
+            moe = next(moes) if block.is_moe else None
+            parts, own, cache_view = block(parts, contexts, moe, options, cache_view)
             sums += [own] if block.is_moe else []
         if self.num_moe > 1:
             return parts, jax.tree.map(lambda *of: jnp.stack(of), *sums), cache_view

@@ -25,13 +25,10 @@ from moejax.model.blocks import Block, Cycle, by_cycle, by_layer, stack, unstack
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.flops import attention_flops_per_token
 from moejax.model.layers import RmsNorm
+from moejax.model.routed import MoeInputs, MoeOptions, Parts
 from moejax.model.sharding import halve_rows, is_gathered, join_rows, shard_batch
 from moejax.model.vocabulary import Slices
-from moejax.moe import recorded
-from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
-from moejax.moe.layer import LayerInputs, moe_layer_of_parts
-from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
@@ -52,9 +49,9 @@ INPUTS = "inputs"
 class StepInputs(NamedTuple):
     """Inputs of one micro-batch beside its tokens: randomness and the routing mode."""
 
-    key: Array
+    key: Array | None = None
     """Random key of the micro-batch, for jitter and for recorded choices."""
-    chance_le: Float[Array, "l e"] | None
+    chance_le: Float[Array, "l e"] | None = None
     """With recorded routing, the probability in this micro-batch that a token chooses
     each expert. None: the router chooses."""
     jitter: float = 0.0
@@ -64,28 +61,6 @@ class StepInputs(NamedTuple):
     """Whether every expert computes every token (moejax.moe.dense)."""
     points: Points = "random"
     """How the tokens draw their experts with recorded routing (Recorded.points)."""
-
-
-class SlotSource(NamedTuple):
-    """Source of the slot weights of each MoE layer.
-
-    There are three kinds: ready-made `slots` of all layers; prefetching, where the
-    whole slots of each layer are fetched while the one before computes (`fetch`,
-    `fetched_from`); or, if all of these are None, each layer makes its own.
-    """
-
-    placement: Placement
-    layout: Layout
-    slots: Slots | None = None
-    """Slots of all layers, made before the first layer runs."""
-    fetch: Callable[..., tuple[Slots, Array | None]] | None = None
-    """Function from one layer's part of `fetched_from` to its slots, and what tells
-    that their copies have arrived (moejax.moe.weights.dependency)."""
-    fetched_from: Any = None
-    """Arrays from which slots are made, stacked over layers."""
-    tracked_lsx: Array | None = None
-    """Estimates of compressed experts (moejax.moe.weights.domains), for layers that
-    make their slots from them."""
 
 
 class Transformer(nnx.Module):
@@ -130,38 +105,32 @@ class Transformer(nnx.Module):
         estimates of experts that travel compressed; if it is None, experts travel
         whole.
         """
-        cut = self._cut(layout, len(tokens_bt), step_inputs)
-        contexts = tuple(
-            AttentionContext.from_windows(part_bt, self.cfg)
-            for part_bt in cut(position_bt)
-        )
-        # Dense training needs no slots: owners compute with their own parameters.
-        if step_inputs is not None and step_inputs.is_dense:
-            slot_source = SlotSource(placement, layout)
-        else:
-            of_device = tokens_bt.size / self.mesh.size
-            flops = of_device * attention_flops_per_token(self.cfg)
-            slot_source = self._slot_source(
-                placement, layout, slots, tracked_lsx, flops
-            )
-        slices = Slices(self.mesh, self.cfg.model.vocab_size)
+        cfg, mesh = self.cfg, self.mesh
+        step_inputs = StepInputs() if step_inputs is None else step_inputs
+        # With halves, two halves of each device's sequences pass through the layers.
+        # Where a device has an odd number of sequences, the MoE layer itself cuts its
+        # tokens, once they are routed. Dense training has no rows that travel.
+        num_rows = len(tokens_bt) // axes.axis_size(mesh, axes.BATCH_AXES)
+        has_halves = layout.halves and num_rows % 2 == 0 and not step_inputs.is_dense
+        positions = halve_rows(position_bt, mesh) if has_halves else (position_bt,)
+        contexts = tuple(AttentionContext.from_windows(part, cfg) for part in positions)
+        flops = tokens_bt.size / mesh.size * attention_flops_per_token(cfg)
+
+        slices = Slices(mesh, cfg.model.vocab_size)
         x_btd = vocabulary.embed(self.embed_vd[...], tokens_bt, slices, self._dtype)
-        parts, sums, _ = self._run(x_btd, contexts, slot_source, step_inputs, cut=cut)
-        return join_rows(parts, self.mesh), sums
-
-    def _cut(self, layout: Layout, batch_size: int, step_inputs) -> Callable:
-        """Return the function from an activation [b, ..] to its parts: two halves of
-        each device's sequences if the layout asks for halves, else itself.
-
-        Where a device has an odd number of sequences, the MoE layer itself cuts its
-        tokens, once they are routed. Dense training has no rows that travel, and is not
-        cut.
-        """
-        num_rows = batch_size // axes.axis_size(self.mesh, axes.BATCH_AXES)
-        is_dense = step_inputs is not None and step_inputs.is_dense
-        if not layout.halves or num_rows % 2 or is_dense:
-            return lambda x: (x,)
-        return partial(halve_rows, mesh=self.mesh)
+        x_btd = self._scaled(x_btd)
+        parts = halve_rows(x_btd, mesh) if has_halves else (x_btd,)
+        parts, sums, _ = self._run_layers(
+            parts,
+            contexts,
+            placement,
+            layout,
+            step_inputs,
+            slots=slots,
+            tracked_lsx=tracked_lsx,
+            attention_flops=flops,
+        )
+        return join_rows(parts, mesh), sums
 
     def extend(
         self,
@@ -177,11 +146,11 @@ class Transformer(nnx.Module):
         """
         context, document_bu = AttentionContext.from_cache(position_bt, self.cfg, cache)
         cache_view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        slot_source = self._slot_source(placement, layout)
         # Decoding has the table whole on every device, and few tokens.
         embed_vd = self._whole(self.embed_vd)
-        (hidden_btd,), _, cache_view = self._run(
-            embed_vd[tokens_bt], (context,), slot_source, cache_view=cache_view
+        x_btd = self._scaled(embed_vd[tokens_bt])
+        (hidden_btd,), _, cache_view = self._run_layers(
+            (x_btd,), (context,), placement, layout, StepInputs(), cache_view=cache_view
         )
         cache = Cache(
             key_lbugi=cache_view.key_lbugi,
@@ -191,119 +160,71 @@ class Transformer(nnx.Module):
         )
         return hidden_btd, cache
 
-    def _slot_source(
-        self, placement, layout, slots=None, tracked_lsx=None, attention_flops=None
-    ) -> SlotSource:
-        """Return how layers get their slots: all at once, one layer ahead, or each by
-        itself. `attention_flops` are those of a device in one layer's forward pass;
-        None: no layer waits for copies of the next one's experts."""
-        mesh_layout = on_mesh(self.mesh, layout)
-        reduce_dtype = self.cfg.model.gradient_reduce_dtype
-        how = mesh_layout, self._dtype, reduce_dtype
-        params = self.cycles.moe.master_params()
-        if layout.keeps_slots and slots is None:
-            slots = make_slots_of_layers(params, placement, self.mesh, *how)
-        if not layout.prefetch:
-            return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
-
-        def fetch(source) -> tuple[Slots, Array | None]:
-            made, dependency = source, None
-            if slots is None:
-                params, placement, tracked_sx = source
-                of_layer = params, placement, *how, tracked_sx, attention_flops
-                made, dependency = make_slots(*of_layer)
-            return make_whole(made, mesh_layout, reduce_dtype), dependency
-
-        fetched_from = (params, placement, tracked_lsx) if slots is None else slots
-        return SlotSource(placement, layout, None, fetch, fetched_from)
-
-    def _run(
+    def _run_layers(
         self,
-        x_btd,
-        contexts,
-        slot_source: SlotSource,
-        step_inputs=None,
-        cache_view=None,
-        cut=lambda x: (x,),
-    ):
-        """Run all layers on the parts into which `cut` cuts the embeddings. Return the
-        hidden states of each part, the sums of the MoE layers, and the cache view after
-        the last layer."""
-        carry = self._enter(x_btd, contexts, cache_view, cut)
+        parts: Parts,
+        contexts: tuple[AttentionContext, ...],
+        placement: Placement,
+        layout: Layout,
+        step_inputs: StepInputs,
+        *,
+        slots: Slots | None = None,
+        tracked_lsx: Array | None = None,
+        cache_view: KvCacheView | None = None,
+        attention_flops: float | None = None,
+    ) -> tuple[Parts, LayerSums, KvCacheView | None]:
+        """Run all layers, and the final norm. Return the hidden states of each part,
+        the sums of the MoE layers, and the cache view after the last layer.
 
-        def make_run_moe(per_layer, slots, dependency):
-            """Return the call of one MoE layer (blocks.RunMoe), which waits for copies
-            of experts for another layer to arrive."""
-            placement, chance_e, key, tracked_sx = per_layer
-            jitter_btd = forced_btk = None
-            if step_inputs is not None and step_inputs.jitter:
-                low, high = 1 - step_inputs.jitter, 1 + step_inputs.jitter
-                shape = x_btd.shape
-                jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
-            if chance_e is not None:
-                shape = x_btd.shape[:2]
-                point_bt = recorded.draw_points(step_inputs.points, key, shape)
-                forced_btk = recorded.choose(chance_e, point_bt, self.cfg.moe.top_k)
-            args = placement, setup
+        `attention_flops` are those of a device in one layer's forward pass; None: no
+        layer waits for copies of the next one's experts.
+        """
+        cfg, model = self.cfg, self.cfg.model
+        carry = (parts, cache_view)
+        if self.prefix is not None:
+            carry, _ = scan(self.prefix, carry, contexts, None, None, cfg)
 
-            def run_dense(layer, parts):
-                y_btd, sums = dense(layer, *parts, *args, jitter_btd)
-                return (y_btd,), sums
-
-            def run_moe(layer, parts):
-                ready = slots
-                if slots is None and tracked_sx is not None:
-                    how = setup.mesh_layout, self._dtype, setup.gradient_reduce_dtype
-                    of_layer = layer.master_params(), placement, *how, tracked_sx
-                    ready, _ = make_slots(*of_layer)
-                given = (jitter_btd, forced_btk)
-                cut_given = (
-                    (None,) * len(parts) if v is None else cut(v) for v in given
-                )
-                inputs = tuple(map(LayerInputs, parts, *cut_given))
-                return moe_layer_of_parts(
-                    layer.params(), inputs, *args, slots=ready, dependency=dependency
-                )
-
-            is_dense = step_inputs is not None and step_inputs.is_dense
-            return run_dense if is_dense else run_moe
-
-        chance_le = None if step_inputs is None else step_inputs.chance_le
-        keys_l = None
-        if step_inputs is not None and (step_inputs.jitter or chance_le is not None):
-            num_moe = self.cfg.model.num_moe_layers
-            keys_l = jax.random.split(step_inputs.key, num_moe)
-        setup = self._setup(slot_source.layout)
-        per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
-        routing = per_layer, make_run_moe
-        carry, sums = _scan(
-            self.cycles, carry, contexts, routing, slot_source, self.cfg
-        )
-        return tuple(map(self.norm, carry[0])), sums, carry[1]
-
-    def _enter(self, x_btd, contexts, cache_view, cut):
-        """Return the parts of the embeddings and the cache view after the dense layers
-        at the start."""
-        factor = self.cfg.model.embedding_multiplier
-        if factor != 1:
-            x_btd = factor * x_btd
-        carry = (cut(shard_batch(x_btd, self.mesh)), cache_view)
-        if self.prefix is None:
-            return carry
-        carry, _ = _scan(self.prefix, carry, contexts, None, None, self.cfg)
-        return carry
-
-    def _setup(self, layout: Layout) -> LayerSetup:
-        cfg = self.cfg
-        return LayerSetup(
+        setup = LayerSetup(
             cfg.moe,
             cfg.router,
-            cfg.model.d_model,
+            model.d_model,
             layout,
             self.mesh,
             is_router_split=not is_gathered(self.cycles.moe.router_de),
-            gradient_reduce_dtype=cfg.model.gradient_reduce_dtype,
+            gradient_reduce_dtype=model.gradient_reduce_dtype,
         )
+        _, chance_le, jitter, is_dense, points = step_inputs
+        options = MoeOptions(setup, jitter, is_dense, points)
+        keys_l = None
+        if jitter or chance_le is not None:
+            keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
+        inputs = MoeInputs(placement, chance_le, keys_l, tracked_lsx, slots)
+
+        # Slots are made for all layers at once, or a layer ahead, or in each layer.
+        # Dense training needs none: owners compute with their own parameters.
+        params = self.cycles.moe.master_params()
+        if layout.keeps_slots and slots is None and not is_dense:
+            how = setup.mesh_layout, self._dtype, model.gradient_reduce_dtype
+            slots = make_slots_of_layers(params, placement, self.mesh, *how)
+            inputs = inputs._replace(slots=slots)
+        if layout.prefetch and not is_dense:
+            sources = (params, placement, tracked_lsx) if slots is None else slots
+            inputs = inputs._replace(tracked_sx=None, slots=None)
+            fetch = partial(
+                fetch_slots, setup=setup, dtype=self._dtype, flops=attention_flops
+            )
+            carry, sums = scan_ahead(
+                self.cycles, carry, contexts, inputs, options, cfg, fetch, sources
+            )
+        else:
+            carry, sums = scan(self.cycles, carry, contexts, inputs, options, cfg)
+        parts, cache_view = carry
+        return tuple(map(self.norm, parts)), sums, cache_view
+
+    def _scaled(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Return embeddings times Model.embedding_multiplier, split as batches are."""
+        factor = self.cfg.model.embedding_multiplier
+        return shard_batch(x_btd if factor == 1 else factor * x_btd, self.mesh)
 
     @property
     def _dtype(self):
@@ -329,58 +250,120 @@ class Transformer(nnx.Module):
         return self.embed_vd if self.head_vd is None else self.head_vd
 
 
-def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Network):
-    """Run stacked modules, blocks or cycles, one after the other.
+def layer_step(
+    graph: nnx.GraphDef,
+    contexts: tuple[AttentionContext, ...],
+    options: MoeOptions | None,
+    carry: tuple[Parts, KvCacheView | None],
+    params: nnx.State,
+    inputs: list[MoeInputs] | None,
+) -> tuple[tuple[Parts, KvCacheView | None], LayerSums | None]:
+    """Run one layer, or one cycle of layers, of the structure `graph` and the
+    parameters `params`. Return the carry for the next one, and the sums of the MoE
+    layers. `inputs` are those of each MoE layer; None where there is none."""
+    parts, cache_view = carry
+    parts = checkpoint_name(parts, INPUTS)
+    layer = nnx.merge(graph, params)
+    parts, sums, cache_view = layer(parts, contexts, inputs, options, cache_view)
+    return (parts, cache_view), sums
 
-    `carry` is (parts of x, cache view). Return the last carry, and the sums of all MoE
-    layers, stacked.
 
-    `routing` is a pair: arrays that differ between MoE layers, and a function that
-    makes from one layer's arrays and slots the call of it (blocks.RunMoe). It is None
-    if nothing is routed.
+def scan(
+    layers: nnx.Module,
+    carry: tuple[Parts, KvCacheView | None],
+    contexts: tuple[AttentionContext, ...],
+    inputs: MoeInputs | None,
+    options: MoeOptions | None,
+    cfg: Network,
+) -> tuple[tuple[Parts, KvCacheView | None], LayerSums | None]:
+    """Run stacked blocks or cycles one after the other, by `layer_step`. Return the
+    last carry, and the sums of all MoE layers, stacked.
+
+    `inputs` are those of all MoE layers, stacked; None for dense blocks.
     """
-    graph, params = nnx.split(modules)
-    per_layer, make_run_moe = routing or (None, None)
-    model, num_moe = cfg.model, cfg.num_moe_in_cycle
-    split = partial(by_cycle, num_moe=num_moe)
-    if routing is not None and num_moe > 1:
-        params, per_layer = _change_moe(params, split), split(per_layer)
+    graph, params = nnx.split(layers)
+    num_moe = cfg.num_moe_in_cycle
+    if inputs is not None:
+        params = _change_moe(params, partial(by_cycle, num_moe=num_moe))
+    step = with_remat(partial(layer_step, graph, contexts, options), cfg.model)
+
+    def body(carry, layer):
+        params, inputs = layer
+        given = None if inputs is None else unstack(inputs, num_moe)
+        return step(carry, params, given)
+
+    carry, sums = jax.lax.scan(body, carry, (params, by_cycle(inputs, num_moe)))
+    return carry, by_layer(sums, num_moe)
+
+
+def scan_ahead(
+    layers: nnx.Module,
+    carry: tuple[Parts, KvCacheView | None],
+    contexts: tuple[AttentionContext, ...],
+    inputs: MoeInputs,
+    options: MoeOptions,
+    cfg: Network,
+    fetch: Callable[[Any], tuple[Slots, Array | None]],
+    sources: Any,
+) -> tuple[tuple[Parts, KvCacheView | None], LayerSums]:
+    """Do what `scan` does, where the slots of each layer are fetched while the one
+    before computes (moejax.model.ahead).
+
+    `sources` are the arrays from which slots are made, stacked over layers.
+    fetch(source) returns the slots of one layer, and what tells that their copies have
+    arrived.
+    """
+    graph, params = nnx.split(layers)
+    num_moe = cfg.num_moe_in_cycle
+    params = _change_moe(params, partial(by_cycle, num_moe=num_moe))
+    # Experts learn through their slots alone.
+    params = nnx.map_state(_without_gradient, params)
 
     def run(carry, slots, layer):
-        parts, cache_view = carry
-        parts = checkpoint_name(parts, INPUTS)
-        (params, per_layer), dependencies = layer
-        block = nnx.merge(graph, params)
-        run_moe = None
-        if routing is not None:
-            dependencies = dependencies or [None] * num_moe
-            given = unstack(per_layer, num_moe), slots, dependencies
-            run_moe = list(map(make_run_moe, *given))
-        parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
-        return (parts, cache_view), sums
+        (params, inputs), dependencies = layer
+        given = zip(unstack(inputs, num_moe), slots, dependencies)
+        given = [x._replace(slots=s, dependency=d) for x, s, d in given]
+        return layer_step(graph, contexts, options, carry, params, given)
 
-    is_kept = model.remat == "none"
-    if not is_kept:
-        run = jax.checkpoint(run, policy=_policy(model.remat), prevent_cse=False)
-    if slot_source is not None and slot_source.fetch is not None:
-        # Experts learn through their slots alone.
-        layers = nnx.map_state(_without_gradient, params), per_layer
+    def fetch_cycle(source) -> tuple[list[Slots], list[Array | None]]:
+        made = [fetch(each) for each in unstack(source, num_moe)]
+        return tuple(map(list, zip(*made)))
 
-        def fetch(source) -> tuple[list[Slots], list[Array | None]]:
-            made = [slot_source.fetch(each) for each in unstack(source, num_moe)]
-            return tuple(map(list, zip(*made)))
-
-        sources = split(slot_source.fetched_from)
-        carry, sums = ahead.scan(run, carry, layers, fetch, sources, is_kept)
-    else:
-        ready = None if slot_source is None else split(slot_source.slots)
-
-        def body(carry, layer):
-            slots, layer = layer
-            return run(carry, unstack(slots, num_moe), (layer, None))
-
-        carry, sums = jax.lax.scan(body, carry, (ready, (params, per_layer)))
+    carry, sums = ahead.scan(
+        with_remat(run, cfg.model),
+        carry,
+        (params, by_cycle(inputs, num_moe)),
+        fetch_cycle,
+        by_cycle(sources, num_moe),
+        is_kept=cfg.model.remat == "none",
+    )
     return carry, by_layer(sums, num_moe)
+
+
+def fetch_slots(
+    source: Any, *, setup: LayerSetup, dtype, flops: float | None
+) -> tuple[Slots, Array | None]:
+    """Return the whole slots of one layer, and what tells that copies in them have
+    arrived, or None.
+
+    `source` is the layer's slots if they were made for all layers at once, else its
+    expert parameters, its placement and its estimates of compressed experts. `flops`
+    are those of a device in one layer's attention (make_slots).
+    """
+    slots, dependency, reduce_dtype = source, None, setup.gradient_reduce_dtype
+    if not isinstance(source, Slots):
+        params, placement, tracked_sx = source
+        how = setup.mesh_layout, dtype, reduce_dtype
+        slots, dependency = make_slots(params, placement, *how, tracked_sx, flops)
+    return make_whole(slots, setup.mesh_layout, reduce_dtype), dependency
+
+
+def with_remat(step: Callable, model: Model) -> Callable:
+    """Return a layer's step, whose backward pass computes again what Model.remat does
+    not keep."""
+    if model.remat == "none":
+        return step
+    return jax.checkpoint(step, policy=_policy(model.remat), prevent_cse=False)
 
 
 def _change_moe(params: nnx.State, change: Callable[[Array], Array]) -> nnx.State:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from moejax.axes import make_mesh, sharding
 from moejax.config import Moe, Router
-from moejax.moe.exchange import dispatch
 from moejax.moe.exchange.dispatch import Window, make_receipt
-from moejax.moe.exchange.manifest import manifest
+from moejax.moe.exchange.manifest import Manifest, manifest
 from moejax.moe.layer import MoeLayer, moe_layer
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.setup import LayerSetup
@@ -49,7 +49,7 @@ def test_the_largest_sum_of_aligned_rows_is_reached_and_never_exceeded():
 
 
 def sort_arrivals(counts_ws: np.ndarray, rows: int, align: int):
-    """Return what `_sort_arrivals` should, row by row, for senders that each fill their
+    """Return `arrival_m` and `sorted_m1` row by row, for senders that each fill their
     chunk of `rows` rows from its begin, slot after slot."""
     w, s = counts_ws.shape
     end_ws = counts_ws.cumsum(axis=1)
@@ -67,19 +67,39 @@ def sort_arrivals(counts_ws: np.ndarray, rows: int, align: int):
     return arrival_m, sorted_m1
 
 
-@pytest.mark.parametrize("align", [1, 4, 8])
+@pytest.mark.parametrize("align", [1, 64, 128])
 def test_tables_by_definition(align):
-    rows, w, s = 10, 3, 5
-    sort = jax.jit(dispatch._sort_arrivals, static_argnums=(2, 3, 4))
+    """Rows arrive in the order (sender, slot), and are sorted by slot, then sender."""
+    rows, w, s = 10, 4, 5
+    layout = Layout.home(w * s, w, 64, align_rows=align)
+    mesh_layout = on_mesh(make_mesh(Topology(expert=w), jax.devices()[:w]), layout)
+
+    @compiled
+    @functools.partial(
+        jax.shard_map, mesh=mesh_layout.mesh, in_specs=P(), out_specs=P("expert")
+    )
+    def tables(counts_up):
+        empty_nk = jnp.zeros((rows, 1), jnp.int32)
+        sent = Manifest(
+            assignment_a=empty_nk[:, 0],
+            peer_nk=empty_nk,
+            offset_nk=empty_nk,
+            first_w=jnp.zeros(w, jnp.int32),
+            counts_up=counts_up,
+            bound=jnp.int32(0),
+        )
+        receipt, _ = make_receipt(sent, Window(0, rows), mesh_layout)
+        return receipt.arrival_m[None], receipt.sorted_m1[None]
+
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        counts_ws = rng.integers(0, 3, (w, s)) * rng.integers(0, 2, s)
-        end_ws = counts_ws.cumsum(axis=1).astype(np.int32)
-        begin_ws = (end_ws - counts_ws).astype(np.int32)
-        num_sorted = max_aligned_rows(w * rows, s, align)
-        actual = sort(begin_ws, end_ws, rows, num_sorted, align)
-        for table, expected in zip(actual, sort_arrivals(counts_ws, rows, align)):
-            np.testing.assert_array_equal(table, expected)
+        counts_up = rng.integers(0, 3, (w, w * s)) * rng.integers(0, 2, w * s)
+        actual = jax.device_get(tables(counts_up.astype(np.int32)))
+        for device in range(w):
+            own_ws = counts_up[:, device * s : (device + 1) * s]
+            expected = sort_arrivals(own_ws, rows, align)
+            for table, definition in zip(actual, expected):
+                np.testing.assert_array_equal(table[device], definition)
 
 
 def test_a_single_sender_sends_rows_where_experts_compute_them():

@@ -85,7 +85,8 @@ def compile_steps(context: StepContext) -> Steps:
 
     The evaluation step takes windows of one micro-batch.
     """
-    state, placement, windows, *_ = _abstract_args(context)
+    args = _abstract_args(context)
+    state, placement, windows, *_ = args
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
     eval_args = (state.params, state.router_bias, placement, first)
     exact = context._replace(is_exact=True)
@@ -94,9 +95,10 @@ def compile_steps(context: StepContext) -> Steps:
     with futures.ThreadPoolExecutor(3) as threads:
         loop_free = None
         if context.layout.overflow == "redo":
-            lowered = trace_train_step(context).lower()
+            lowered = make_train_step(context).trace(*args).lower()
             loop_free = threads.submit(compile_lowered, lowered)
-        train_step = threads.submit(compile_lowered, trace_train_step(exact).lower())
+        lowered = make_train_step(exact).trace(*args).lower()
+        train_step = threads.submit(compile_lowered, lowered)
         lowered = make_eval_step(context).lower(*eval_args)
         eval_step = threads.submit(compile_lowered, lowered)
         return Steps(
