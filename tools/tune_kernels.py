@@ -298,8 +298,8 @@ def guessed_cost(bucket: Bucket, tiles: Tiles) -> float:
 
 
 def neighbours(bucket: Bucket, tiles: Tiles) -> list[Tiles]:
-    """Return the tiles that fit and differ from `tiles` in one setting: how blocks walk
-    over tiles, the ring of stages, the chunk, the half that a warpgroup has."""
+    """Return the tiles that fit and differ from `tiles` in one setting: the order of
+    blocks, the number of stages, the chunk, or the share of a warpgroup."""
     changes = [
         *({"span": span} for span in (4, 16, 1, 32)),
         {"depth": 2 * tiles.depth, "stages": max(2, tiles.stages // 2)},

@@ -43,7 +43,7 @@ NEAR = " (predicted; tools/aot.py compiles it, and is sure)"
 
 
 class Fit(NamedTuple):
-    """How the predicted memory of a run compares with what a target gives it."""
+    """Comparison of a run's predicted memory with the memory of a target."""
 
     target: Target
     total_bytes: int

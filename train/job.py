@@ -59,7 +59,7 @@ class Job:
 
     @property
     def window_sharding(self) -> jax.sharding.NamedSharding:
-        """How the windows of a batch are divided over devices."""
+        """Sharding of a batch's windows over the devices."""
         return window_sharding(self.model.mesh)
 
     @property

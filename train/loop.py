@@ -53,7 +53,7 @@ class Diverged(RunFailed):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """Result of a run that ended without an error."""
 
     state: TrainState
     evaluation: Evaluation | None
@@ -208,7 +208,7 @@ def train(
 
 @dataclasses.dataclass
 class Run:
-    """What lives from the first step of a run to its last."""
+    """Objects that live from the first step of a run to its last."""
 
     job: Job
     display: Display

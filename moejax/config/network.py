@@ -360,8 +360,8 @@ class Network:
 
     @property
     def cycle(self) -> tuple[LayerKind, ...]:
-        """Kinds of the layers that repeat after the first dense ones, as often as they
-        fit: the shortest period of both MoE layers and kinds of attention."""
+        """Kinds of the layers of one cycle, which repeats after the first dense layers:
+        the shortest period of both MoE layers and kinds of attention."""
         period, kinds = self.model.period, self.attention.layers
         start = self.model.first_k_dense
         return tuple(

@@ -133,8 +133,8 @@ def settings(
 def deepseek_settings(
     *own: Setting, first_k_dense: int, top_k, num_shared: int, gate_scale: float
 ) -> tuple[Setting, ...]:
-    """Return the settings of DeepSeek-V2 and V3, and those of one. The numbers are
-    defaults."""
+    """Return the settings that DeepSeek-V2 and V3 share, and `own`, those of one of
+    them. The numbers are defaults."""
     return settings(
         Only("attention_bias", False),
         Key("kv_lora_rank", "mla.kv_lora_rank", 512),

@@ -126,7 +126,7 @@ class Ignored(Setting):
 
 
 class KeyHeads(Setting):
-    """The number of key heads: that of query heads if it is not given."""
+    """Number of key heads; without the key, the number of query heads."""
 
     def read(self, config, values) -> None:
         num_heads = values["model.num_heads"]

@@ -68,8 +68,8 @@ class Case:
     """(implementation, interpret) -> the kernel, a function of the arguments that can
     be jitted."""
     definition: Callable[..., Any]
-    """The function of the same arguments, with floats in float64, that returns what the
-    kernel must."""
+    """Reference function, which takes the same arguments, with floats in float64, and
+    returns the right results."""
     tolerance: float
     """Largest error that is right."""
 

@@ -49,7 +49,7 @@ def read(path: pathlib.Path) -> dict:
 
 
 def known(device_kind: str) -> dict:
-    """Return the content of the file of a kind of device, or that of a new one.
+    """Return the content of the file for a kind of device; an empty one without a file.
 
     A file is read once by each process, unless it changes."""
     path = path_of(device_kind)
@@ -67,8 +67,10 @@ def _read_once(path: pathlib.Path, changed_ns: int) -> dict:
 
 
 def load(path: pathlib.Path, device_kind: str) -> dict:
-    """Return the content of a file to add to, or that of a new file if there is none.
-    Raises ValueError for a damaged file, or one of another device."""
+    """Return the content of a file, to add to it; an empty one without a file.
+
+    Raises ValueError for a damaged file, or one of another device.
+    """
     if not path.is_file():
         return empty(device_kind)
     record = read(path)

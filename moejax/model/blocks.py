@@ -194,8 +194,8 @@ def unstack(tree, num_moe: int) -> list:
 
 
 def by_cycle(tree, num_moe: int):
-    """Return arrays of all layers [l, ..] as those of all cycles [c, m, ..], or as they
-    are if a cycle has one MoE layer."""
+    """Reshape arrays of all MoE layers [l, ..] to [c, m, ..]: cycles, and the layers of
+    each. With one MoE layer a cycle, return them as they are."""
     if num_moe == 1:
         return tree
     return jax.tree.map(
@@ -204,8 +204,8 @@ def by_cycle(tree, num_moe: int):
 
 
 def by_layer(tree, num_moe: int):
-    """Return arrays of all layers from those of all cycles: the inverse of
-    `by_cycle`."""
+    """Reshape arrays [c, m, ..] of cycles to those of all MoE layers [l, ..]: the
+    inverse of `by_cycle`."""
     if num_moe == 1:
         return tree
     return jax.tree.map(

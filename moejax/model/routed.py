@@ -1,4 +1,4 @@
-"""One MoE layer within a model: what it gets from the pass, and the call of it."""
+"""Call an MoE layer of a model with its inputs in one pass."""
 
 import dataclasses
 from typing import NamedTuple

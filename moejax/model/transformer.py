@@ -367,7 +367,7 @@ def with_remat(step: Callable, model: Model) -> Callable:
 
 
 def _change_moe(params: nnx.State, change: Callable[[Array], Array]) -> nnx.State:
-    """Return the parameters of stacked cycles, with those of MoE layers changed."""
+    """Apply `change` to the parameters of MoE layers among those of stacked cycles."""
 
     def change_one(path, variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(change(variable[...])) if "moe" in path else variable

@@ -70,8 +70,8 @@ class Slices:
         return jax.lax.all_gather(block_vd.astype(dtype), DATA, tiled=True)
 
     def sum_gradient(self, grad_vd: Float[Array, "v d"]) -> Float[Array, "v d"]:
-        """Return the gradient of this device's block, from that of its slice: the sum
-        over the devices along data and dc that have the same slice."""
+        """Sum the gradients of one slice over the devices along data and dc that have
+        it, and return the part for this device's block."""
         grad_wx = grad_vd.reshape(jax.lax.axis_size(DATA), -1)
         block_vd = sum_own(grad_wx, (DATA,), "float32").reshape(self.block_size, -1)
         return jax.lax.psum(block_vd, DC)

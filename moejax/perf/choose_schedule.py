@@ -147,7 +147,7 @@ class _TermMaker:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of T: of the full send buffers for all tokens of a tensor group."""
+        """Bytes of the full send buffers for all tokens of a tensor group (T above)."""
         return self.shape.buffer_factor * self.shape.top_k * self.token_bytes
 
     def gathered_tokens(self, axes: str) -> Term:

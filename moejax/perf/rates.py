@@ -17,15 +17,15 @@ class Rates:
     """Products of experts, by the grouped kernels."""
     hbm_bytes_per_sec: float
     nvlink_bytes_per_sec: float
-    """To GPUs of the same node, one direction."""
+    """Bytes sent to GPUs of the same node, in one direction."""
     infiniband_bytes_per_sec: float
-    """To other nodes, one direction, one device's card."""
+    """Bytes sent to other nodes through one device's network card, in one direction."""
     filled_rows: float = 1.0
     """Share of the rows of an exchange buffer that hold tokens. Grouped products skip
     the others, and a ragged exchange does not send them. A padded buffer of 1.5 times
     the mean has 2 / 3."""
     unknown_trip_count: int = 0
-    """How often a loop runs whose trip count the compiler does not know. Ours are the
+    """Assumed trip count of a loop where the compiler does not know it. Such are the
     later rounds of an exchange, which run only when rows exceed a buffer, and the pairs
     of blocks that attention without a kernel visits."""
 

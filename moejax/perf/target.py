@@ -27,7 +27,7 @@ class Target:
     name: str
     """Kind of the device, such as 'NVIDIA H100 80GB HBM3'."""
     compute_capability: str
-    """Such as '9.0'."""
+    """CUDA compute capability of the GPU, such as '9.0'."""
     num_cores: int
     """Number of streaming multiprocessors."""
     memory_bytes: int

@@ -35,32 +35,45 @@ def choose_communication(
     where there are none, with the reasons, and where the calibration lacks a collective
     that a prediction needs.
     """
-    choices = {}
+    schedule, scheduled = _choose_schedule(cfg, calibration, mesh)
+    domain, named = _choose_domain(scheduled, calibration, mesh)
+    choices = {"schedule": schedule, "domain": domain}
+    made = {name: choice for name, choice in choices.items() if choice is not None}
+    return partition_of(named), made
+
+
+def _choose_schedule(
+    cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
+) -> tuple[Choice | None, Config]:
+    """Return the choice of the schedule, and the configuration that names it; None
+    where it is named already, or no layer is cut over a tensor axis."""
     is_cut = cfg.mesh.tensor > 1 or cfg.expert_shards > 1
-    if is_cut and cfg.dispatch.schedule == "auto":
-        named = _possible(cfg, "schedule", choose_schedule.TIMES, mesh)
-        choice = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
-        choices["schedule"], cfg = choice, named[choice.value]
-    if cfg.dispatch.domain == "auto":
-        named = _possible(cfg, "domain", _domains(cfg), mesh)
-        shared = next(iter(named))
-        if len(named) > 1:
-            traffic, has_dc = layer_traffic(cfg, calibration), len(group_sizes(cfg)) > 1
-            sizes = [shared if has_dc else shared[1:] for shared in named]
-            choice = choose_domain.choose(traffic, calibration, sizes)
-            choices["domain"] = choice
-            shared = choice.value if has_dc else (1, *choice.value)
-        cfg = named[shared]
-    return partition_of(cfg), choices
+    if not is_cut or cfg.dispatch.schedule != "auto":
+        return None, cfg
+    named = _possible(cfg, "schedule", choose_schedule.TIMES, mesh)
+    choice = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
+    return choice, named[choice.value]
 
 
-def _domains(cfg: Config) -> list[tuple[int, int]]:
-    """Return the domains along (dc, expert) that divide the group, smallest first."""
-    sizes = group_sizes(cfg)
-    if "data" in sizes:
-        return [(1, 1)]
-    dc_and_expert = {"dc": sizes.get("dc", 1), "expert": sizes["expert"]}
-    return choose_domain.candidates(dc_and_expert)
+def _choose_domain(
+    cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
+) -> tuple[Choice | None, Config]:
+    """Return the choice of the domain, and the configuration that names it; None where
+    it is named already, or one domain alone can run."""
+    if cfg.dispatch.domain != "auto":
+        return None, cfg
+    # Domains along (dc, expert) that divide the group, smallest first.
+    sizes, domains = group_sizes(cfg), [(1, 1)]
+    if "data" not in sizes:
+        dc_and_expert = {"dc": sizes.get("dc", 1), "expert": sizes["expert"]}
+        domains = choose_domain.candidates(dc_and_expert)
+    named = _possible(cfg, "domain", domains, mesh)
+    if len(named) == 1:
+        return None, *named.values()
+    traffic, has_dc = layer_traffic(cfg, calibration), len(sizes) > 1
+    shared = [domain if has_dc else domain[1:] for domain in named]
+    choice = choose_domain.choose(traffic, calibration, shared)
+    return choice, named[choice.value if has_dc else (1, *choice.value)]
 
 
 def _possible[T](
@@ -72,7 +85,9 @@ def _possible[T](
     for value in values:
         try:
             named = _named(cfg, **{field: value})
-            layouts.step_layout(named, partition_of(_without_auto(named)), mesh)
+            is_open = named.dispatch.domain == "auto"  # yet to be chosen
+            partition = partition_of(_named(named, domain=(1, 1)) if is_open else named)
+            layouts.step_layout(named, partition, mesh)
             possible[value] = named
         except ValueError as refusal:
             names_of[str(refusal)].append(repr(value))
@@ -92,11 +107,6 @@ def _named(cfg: Config, **fields) -> Config:
     return dataclasses.replace(
         cfg, dispatch=dataclasses.replace(cfg.dispatch, **fields)
     )
-
-
-def _without_auto(cfg: Config) -> Config:
-    """Return the configuration with no domain where the domain is yet to be chosen."""
-    return _named(cfg, domain=(1, 1)) if cfg.dispatch.domain == "auto" else cfg
 
 
 def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:

@@ -16,7 +16,7 @@ class Change(NamedTuple):
     """A change of a configuration after which a run fits."""
 
     why: str
-    """What the change does, and what it costs."""
+    """Effect of the change, and its cost."""
     params: tuple[str, ...]
     """Values for --gin_param: 'Mesh.data = 2'."""
     total_bytes: int

@@ -53,7 +53,7 @@ UNFUSED = PartCounts(hidden=2, rows=8, expert_hidden=15)
 """The same where no kernel fuses the experts' activation (Moe.why_unfused). Counted in
 two toys with biases and clamps, of widths 256 and 1024."""
 KEPT = PartCounts(hidden=14, rows=3, expert_hidden=3)
-"""What one layer keeps where nothing is computed again (remat 'none')."""
+"""A layer whose arrays are all kept for its backward pass (remat 'none')."""
 
 
 def step_memory(
@@ -130,8 +130,8 @@ class _Sizes:
     workspace: int
     """Largest workspace of a call of 'cudnn'."""
     routes: int
-    """What a layer keeps of its routing: for each choice of a token a gate, a place
-    and a peer."""
+    """Routing tables that a layer keeps: for each choice of a token a gate, a place and
+    a peer."""
 
     @classmethod
     def of(cls, cfg: Config, layout: Layout, attention: str) -> "_Sizes":
@@ -221,11 +221,11 @@ def _embedding_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
 
 
 def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
-    """Return the bytes that gradients take beside those of all parameters, and those of
-    slots, that other layers than the one at work have at once; 0 where each layer has
-    its own alone.
+    """Return the bytes of gradients and the bytes of slots that all layers have at
+    once, beyond those of the layer at work and of the parameters' gradients.
 
-    Sums of slots' gradients take the place of those of experts' parameters.
+    Both are 0 where each layer makes and frees its own. Sums of slots' gradients take
+    the place of those of experts' parameters.
     """
     slots = cfg.model.num_moe_layers * sizes.slots
     if layout.gather == "layer" and "data" not in layout.axes:

@@ -227,24 +227,26 @@ def resolve(
     check_attention(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
-    calibration, chosen = load_calibration(cfg, kind), {}
+    calibration = load_calibration(cfg, kind)
+    policy, balanced = {}, cfg
     if cfg.balance.policy == AUTO:
-        chosen["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)
-        cfg = chosen["policy"].value.applied(cfg)
-    partition, choices = choose_communication(cfg, calibration, mesh)
-    cost = make_cost_model(cfg, calibration)
-    layout = layouts.step_layout(cfg, partition, mesh)
-    layout = layouts.with_shadow_prices(layout, cost)
+        policy["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)
+        balanced = policy["policy"].value.applied(cfg)
+    partition, communication = choose_communication(balanced, calibration, mesh)
+    cost = make_cost_model(balanced, calibration)
+    layout = layouts.with_shadow_prices(
+        layouts.step_layout(balanced, partition, mesh), cost
+    )
     run = Resolved(
-        cfg=cfg,
+        cfg=balanced,
         mesh=mesh,
         partition=partition,
         layout=layout,
-        owning=layouts.owning_layout(cfg, partition),
+        owning=layouts.owning_layout(balanced, partition),
         calibration=calibration,
         cost=cost,
-        settings=layouts.balancer_settings(cfg, layout),
-        chosen=chosen | choices,
+        settings=layouts.balancer_settings(balanced, layout),
+        chosen=policy | communication,
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)
 

@@ -94,7 +94,7 @@ class Sample(NamedTuple):
     expected: Any
     """Values by the definition, computed in float64."""
     case: Case
-    """Its tolerance is that of the pass."""
+    """Case of the pass, with its tolerance."""
 
     def error(self, results: Any) -> float:
         """Return the error of the results; infinite if any value is not finite."""

@@ -46,7 +46,7 @@ class Collective:
     """Axes of the mesh that it spans."""
     computation: str
     runs: int
-    """How often it runs in a step: the product of the trip counts around it."""
+    """Number of runs in a step: the product of the trip counts around it."""
     is_async: bool
     is_ours: bool
     """Whether it was written in a shard_map; if not, the partitioner made it."""

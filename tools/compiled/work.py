@@ -183,11 +183,12 @@ def _dot_flops(
 
 
 def _grouped_flops(instruction: Instruction, operands: list[Instruction]) -> float:
-    """Return the FLOPs of a grouped kernel on all rows of its buffer; 0 for a kernel
-    that is no product.
+    """Return the FLOPs of a grouped kernel, if all rows of its buffer are computed; 0
+    for a kernel that is no product.
 
-    Integers come first in its operands. `grouped_rows` takes rows [m, k] and a matrix
-    per group [g, k, n] or its transpose, `grouped_matrices` rows [m, k] and [m, n].
+    Its first operands are tables of integers. `grouped_rows` takes rows [m, k] and a
+    matrix per group [g, k, n] or its transpose, and `grouped_matrices` takes rows
+    [m, k] and [m, n].
     """
     arrays = [array for operand in operands for array in operand.results]
     floats = [a for a in arrays if a.dtype.startswith(("f", "bf"))]

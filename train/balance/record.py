@@ -19,7 +19,7 @@ class BalanceRecord:
     first_step: int | None
     """First step that this balancer has observed; None before it."""
     task: Task
-    """What the planner knew of the run. A run that goes on has its own."""
+    """Task of the planner when the record was made; a resumed run makes its own."""
     planner: Snapshot
 
     def to_json(self) -> str:

@@ -44,7 +44,7 @@ ALL_TO_ALL_SCHEDULES = ("s1", "s2")
 
 
 class Place(NamedTuple):
-    """Where a device is, inside a program."""
+    """Position of a device in the mesh, known inside a program."""
 
     me: Int[Array, ""]
     """Number of the device in the mesh."""
@@ -59,7 +59,7 @@ class CollectiveCheck:
 
     name: str
     avoided_by: str
-    """As in Outcome."""
+    """Binding with which a run does not use the collective (Outcome.avoided_by)."""
     along: Axes
     run: Callable[[Place], list[tuple[Array, Array]]]
     """Function that runs it on one device, and returns pairs of equal shapes: what

@@ -14,7 +14,7 @@ class Outcome:
     """Largest error of one check on the devices of one process, or of all."""
 
     name: str
-    """What was checked, such as 'wgrad (hopper, bfloat16 2048x1024 rows 128+0)'."""
+    """Name of the check, such as 'wgrad (hopper, bfloat16 2048x1024 rows 128+0)'."""
     avoided_by: str
     """Binding with which a run does not use it, such as "Dispatch.kernels = 'plain'";
     '' if there is none."""
@@ -29,7 +29,7 @@ class Outcome:
     process: int = 0
     """Process with the largest error."""
     detail: str = ""
-    """What else is known of the difference."""
+    """Further facts about the difference."""
 
     @property
     def is_right(self) -> bool:

@@ -201,7 +201,8 @@ class _Work:
     """Number that changes as long as the work goes on; None: only its end counts."""
     last_count: int | None = None
     since_sec: float = dataclasses.field(default_factory=time.monotonic)
-    """When it began, or when the number was last seen to change."""
+    """Value of time.monotonic() when the work began, or its number was last seen to
+    change."""
     is_said: bool = False
 
 

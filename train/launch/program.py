@@ -141,7 +141,7 @@ class RunFailed(RuntimeError):
 
 @dataclasses.dataclass
 class Ending:
-    """How a block of `guarded` ended."""
+    """Result of a block of `guarded`."""
 
     code: int = DONE
     """Exit code for the error that the block raised."""

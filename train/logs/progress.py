@@ -114,7 +114,7 @@ class Bar:
 
 
 Display = Lines | Bar
-"""What a running loop tells how it goes."""
+"""Display of a running loop: lines, or a bar."""
 
 
 def progress_text(record: dict) -> str:

@@ -18,7 +18,7 @@ class GpuOption:
     name: str
     value: Any
     why: str
-    """What it is for, in a few words."""
+    """Purpose of the option, in a few words."""
 
 
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"

@@ -74,7 +74,7 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
 
 
 def _zeros_after(arrays, like):
-    """Return the arrays, and zeros like those of a tree that exist no earlier.
+    """Return the arrays, and zeros like a tree, which are made after the arrays.
 
     XLA schedules zeros that depend on nothing at the beginning of the step, where
     gradients of all master parameters would take memory until its end.

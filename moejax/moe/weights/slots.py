@@ -114,8 +114,8 @@ _read.defvjp(_read_forward, _read_backward)
 
 @jax.named_scope("slots")
 def own_experts(params: ExpertWeights, dtype) -> Slots:
-    """Return parameters in `dtype` and in the form of slots: those of home plans in the
-    store 'owned', before anything travels."""
+    """Return a device's own experts as slots in `dtype`, gate beside up: the slots of a
+    home plan, before anything travels."""
     gate_edf, up_edf = params["gate_edf"], params["up_edf"]
     joined = {
         "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
