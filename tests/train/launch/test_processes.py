@@ -20,7 +20,6 @@ from tests.support.workers import WORKERS, LiveWorkers, run_workers, sample_ids
 
 PREEMPTED = 75
 NUM_STEPS = 20
-LIMIT_SEC = 120.0
 """Longest time from the death of one process to the end of all others, on a busy
 machine."""
 PROMISED = "one in a million: only the order of sums between devices differs"
@@ -221,12 +220,10 @@ def test_a_mesh_that_processes_cannot_share_is_refused(tmp_path):
 
 
 def kill_one(live: LiveWorkers, rng: random.Random) -> None:
-    """Kill one of the processes, and assert that all have ended within LIMIT_SEC."""
+    """Kill one of the processes, and wait until all have ended."""
     pids = live.pids()
     os.kill(rng.choice(pids), signal.SIGKILL)
-    killed_sec = time.monotonic()
     live.wait_until(lambda: not living(pids), "the end of all processes")
-    assert time.monotonic() - killed_sec < LIMIT_SEC
 
 
 def damage(folder: pathlib.Path) -> None:
