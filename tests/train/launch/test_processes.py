@@ -20,8 +20,6 @@ from tests.support.workers import WORKERS, LiveWorkers, run_workers, sample_ids
 
 PREEMPTED = 75
 NUM_STEPS = 20
-"""Longest time from the death of one process to the end of all others, on a busy
-machine."""
 PROMISED = "one in a million: only the order of sums between devices differs"
 
 
