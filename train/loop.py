@@ -173,17 +173,17 @@ def train(
         in_flight = InFlight(model.run, balancing, watchdog)
         in_flight.restore(meta)
         run = Run(
-            job,
-            display,
-            goodput,
-            records,
-            watchdog,
-            checkpointer,
-            balancing,
-            in_flight,
-            replicas,
-            profile,
-            stop,
+            job=job,
+            display=display,
+            goodput=goodput,
+            records=records,
+            watchdog=watchdog,
+            checkpointer=checkpointer,
+            balancing=balancing,
+            in_flight=in_flight,
+            replicas=replicas,
+            profile=profile,
+            stop=stop,
         )
         goodput.end_start()
         display.begin(first)
