@@ -21,6 +21,7 @@ from moejax.perf.target import names as target_names
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.resolve.fitting import find_changes
 from moejax.resolve.gather import SAFE
+from moejax.resolve.inert import inert_parts
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import NODE_DEVICES, RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
@@ -329,7 +330,8 @@ def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     print(f"training FLOPs per token {flops['train']:.4g}")
     print(f"layout             {layout}")
     platform = run.mesh.abstract_device.platform
-    for line in (*run.lines(), *check_ragged(run.mesh_layout, platform)):
+    warnings = check_ragged(run.mesh_layout, platform)
+    for line in (*run.lines(), *inert_parts(run.cfg), *warnings):
         print(line)
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")

@@ -13,6 +13,7 @@ import time
 import jax
 
 from moejax.model.flops import flops_per_token
+from moejax.resolve.inert import inert_parts
 from train.balance.balancing import Balancing
 from train.checkpoint import from_hf, identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
@@ -128,7 +129,7 @@ def train(
         # from the first step on, because compilation has no time limit.
         with goodput.at("compile"):
             compile_begin_sec = time.monotonic()
-            for line in model.run.lines():
+            for line in (*model.run.lines(), *inert_parts(cfg)):
                 say(line)
             if line := options_line(mesh.devices.flat[0].platform):
                 say(line)
