@@ -86,10 +86,35 @@ def test_a_temperature_divides_logits_and_zero_takes_the_likeliest():
     for sampling in (
         {"temperature": 0.0},
         {"temperature": 1e-6},
+        {"temperature": 1e-10},
+        {"temperature": 1e-38},
+        {"temperature": 1e-45},
         {"temperature": 1.0, "top_p": 1e-9},
     ):
         token_b = draw(logits_bv, position_b, **sampling)
         np.testing.assert_array_equal(token_b, logits_bv.argmax(axis=1))
+
+
+def test_low_temperatures_draw_from_the_likeliest_tokens_alone():
+    """The limit of the softmax gives equal shares to equal largest logits, and nothing
+    to others, whatever the size of the logits."""
+    num = 4_000
+    logits_v = np.float32([3e4, -3e4, 3e4, 2.9e4])
+    logits_bv, position_b = np.tile(logits_v, (num, 1)), np.arange(num)
+    for temperature in (1e-3, 1e-10, 1e-37):
+        token_b = draw(logits_bv, position_b, temperature=temperature)
+        drawn_v = np.bincount(token_b, minlength=4) / num
+        assert drawn_v[1] == drawn_v[3] == 0
+        assert abs(drawn_v[0] - 0.5) < 0.04  # five standard deviations
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_is_no_number_draws_none(bad):
+    logits_bv = np.zeros((3, 8), np.float32)
+    logits_bv[1, 5] = bad
+    for temperature in (0.0, 1.0):
+        token_b = draw(logits_bv, np.arange(3), temperature=temperature)
+        assert (token_b >= 0).tolist() == [True, False, True]
 
 
 def test_a_draw_depends_on_its_own_row_its_position_and_the_seed():

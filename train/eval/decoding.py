@@ -29,6 +29,10 @@ CACHE_MULTIPLE = 128
 """Widths are rounded up to multiples of these, so that most prompts share a program."""
 
 
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures draw as this one does. XLA takes those below 1e-38 for 0."""
+
+
 @struct.dataclass
 class Sampling:
     """Sampling settings. They are array values, so changing them compiles nothing."""
@@ -87,7 +91,8 @@ def decode(
 
     A token depends only on the model, its own prompt, the tokens generated after that
     prompt, and `sampling`. The caller may stop iterating at any time. The device
-    computes one step ahead of the tokens that are yielded.
+    computes one step ahead of the tokens that are yielded. Raises ValueError where the
+    logits of a prompt are not finite.
     """
     token_bt, position_bt = _pad_prompts(decoder, prompts)
     capacity = _round_up(token_bt.shape[1] + max_tokens, CACHE_MULTIPLE)
@@ -101,27 +106,38 @@ def decode(
         token_b, position_b, cache = last
         if num_left:
             last = decoder.step(*decoder.weights, token_b, position_b, sampling, cache)
-        yield np.asarray(token_b)[: len(prompts)]
+        token_b = np.asarray(token_b)[: len(prompts)]
+        if (token_b < 0).any():
+            dtype = decoder.cfg.model.compute_dtype
+            raise ValueError(
+                f"the logits of prompt {int(np.argmin(token_b)) + 1} are not finite: "
+                f"parameters are not numbers, or they overflow in {dtype}: take an "
+                "earlier checkpoint (--step), or bind Model.compute_dtype = 'float32'"
+            )
+        yield token_b
 
 
 def sample_tokens(
     logits_bv: Float[Array, "b v"], position_b: Int[Array, " b"], sampling: Sampling
 ) -> Int[Array, " b"]:
-    """Sample one token for each row.
+    """Sample one token for each row; -1 for a row whose largest logit is not finite.
 
     The noise depends only on the seed and the token's position, so neither on other
     rows nor on the mesh.
     """
     key = jax.random.key(sampling.seed)
+    max_b1 = jnp.max(logits_bv, axis=-1, keepdims=True)
 
     def noise(position):
         return jax.random.gumbel(
             jax.random.fold_in(key, position), logits_bv.shape[1:], jnp.float32
         )
 
-    scaled_bv = logits_bv / jnp.where(
-        sampling.temperature > 0, sampling.temperature, 1.0
-    )
+    # Differences to the largest logit, which stays 0 at any temperature, while the
+    # others may overflow to -inf: the limit is the likeliest token.
+    is_drawn = sampling.temperature > 0
+    temperature = jnp.where(is_drawn, sampling.temperature, 1.0)
+    scaled_bv = (logits_bv - max_b1) / jnp.maximum(temperature, MIN_TEMPERATURE)
     share_bv = jax.nn.softmax(scaled_bv, axis=-1)
     order_bv = jnp.argsort(-share_bv, axis=-1, stable=True)
     sorted_bv = jnp.take_along_axis(share_bv, order_bv, axis=-1)
@@ -134,7 +150,8 @@ def sample_tokens(
     rank_b = jnp.argmax(jnp.where(is_kept_bv, noisy_bv, -jnp.inf), axis=-1)
     sampled_b = jnp.take_along_axis(order_bv, rank_b[:, None], axis=-1)[:, 0]
     likeliest_b = jnp.argmax(logits_bv, axis=-1)
-    return jnp.where(sampling.temperature > 0, sampled_b, likeliest_b).astype(jnp.int32)
+    token_b = jnp.where(is_drawn, sampled_b, likeliest_b).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(max_b1[:, 0]), token_b, -1)
 
 
 def _make_programs(run: Resolved, num_ids: int):
