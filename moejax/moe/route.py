@@ -227,8 +227,11 @@ def update_bias(
     """Return the router bias after one step of balancing without an auxiliary loss.
 
     The bias of an expert rises by `rate` if its load is below the mean, and falls by
-    `rate` if it is above (Wang et al. 2024).
+    `rate` if it is above (Wang et al. 2024). The mean of these moves is then taken from
+    all of them. It cannot change a choice, but with a few hot experts it is positive in
+    each step: after a million steps float32 would have few digits left for scores.
     """
     tokens_le = tokens_le.astype(jnp.float32)
     mean_l1 = jnp.mean(tokens_le, axis=-1, keepdims=True)
-    return bias_le + rate * jnp.sign(mean_l1 - tokens_le)
+    move_le = rate * jnp.sign(mean_l1 - tokens_le)
+    return bias_le + (move_le - jnp.mean(move_le, axis=-1, keepdims=True))

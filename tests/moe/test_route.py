@@ -217,3 +217,13 @@ def test_update_bias_goes_up_below_the_mean_and_down_above():
     tokens_le = np.array([[4, 4, 4], [0, 6, 3]], np.int32)
     bias_le = routing.update_bias(jnp.ones((2, 3)), tokens_le, 0.25)
     assert bias_le.tolist() == [[1, 1, 1], [1.25, 0.75, 1]]
+
+
+def test_update_bias_keeps_the_mean():
+    """One hot expert among four: three moves up, one down, 0.5 * rate in the mean."""
+    tokens_le = jnp.array([[9, 1, 1, 1]])
+    bias_le = jnp.array([[0.5, 0.0, 0.25, -0.75]])
+    for _ in range(1000):
+        bias_le = routing.update_bias(bias_le, tokens_le, 0.25)
+    assert bias_le.mean() == 0
+    assert (bias_le[0, 1:] - bias_le[0, 0]).tolist() == [499.5, 499.75, 498.75]
