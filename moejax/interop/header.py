@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from moejax.interop.strict_json import parse_json, quoted
+from moejax.interop.strict_json import parse_json, quoted, refuse_lfs_pointer
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -58,6 +58,7 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     if size < LENGTH_BYTES:
         raise ValueError(f"{path} has {size} bytes, and no header: {_AGAIN}")
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    refuse_lfs_pointer(data[:200].tobytes(), str(path))
     length = int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
     first = LENGTH_BYTES + length
     if first > size:

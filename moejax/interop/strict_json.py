@@ -4,6 +4,7 @@ for whatever is wrong."""
 import json
 import pathlib
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_QUOTED = 120
 
 
@@ -19,6 +20,7 @@ def read_json(path: pathlib.Path, what: str) -> dict:
 def parse_json(data: bytes, what: str) -> dict:
     """Return the JSON object that `data` is. Raises ValueError, one line, that begins
     with `what`."""
+    refuse_lfs_pointer(data, what)
     try:
         value = json.loads(
             data.decode(), object_pairs_hook=_as_dict, parse_constant=_refuse_constant
@@ -29,6 +31,16 @@ def parse_json(data: bytes, what: str) -> dict:
         kind = type(value).__name__
         raise ValueError(f"{what} is a {kind} and must be an object: download it again")
     return value
+
+
+def refuse_lfs_pointer(data: bytes, what: str) -> None:
+    """Raise ValueError, one line that begins with `what`, if the bytes are a Git-LFS
+    pointer: a clone without LFS has these small texts in place of large files."""
+    if data.startswith(LFS_POINTER):
+        raise ValueError(
+            f"{what} is a pointer of Git LFS in place of the file: run `git lfs pull` "
+            "in the folder that was cloned"
+        )
 
 
 def quoted(text: object) -> str:

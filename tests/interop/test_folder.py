@@ -227,3 +227,13 @@ def test_a_view_says_which_tensor_is_wrong(shards):
         folder.view("a", (10, 6))
     with pytest.raises(ValueError, match="has no tensor 'z'"):
         folder.view("z")
+
+
+@pytest.mark.parametrize("name", [FIRST, INDEX])
+def test_a_pointer_of_git_lfs_is_named(shards, name):
+    """A clone without LFS has such texts in place of large files."""
+    (shards / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\n"
+        f"oid sha256:{64 * 'a'}\nsize 4976698672\n"
+    )
+    refuse(shards, "is a pointer of Git LFS in place of the file: run `git lfs pull`")

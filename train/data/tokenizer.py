@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moejax.interop.strict_json import refuse_lfs_pointer
 from train.data.documents import blocks
 
 END_OF_TEXT = (
@@ -190,6 +191,7 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
             f"Data.tokenizer='{name}' cannot be read: {error.strerror}: give 'bytes' "
             "or the path of a tokenizer.json"
         ) from error
+    refuse_lfs_pointer(content, f"Data.tokenizer='{name}'")
     encoder = _parse(name, content)
     ids = encoder.get_vocab(with_added_tokens=True)
     if not ids:

@@ -196,3 +196,12 @@ def test_a_stream_does_not_depend_on_how_ids_are_grouped(name, size, bpe, tmp_pa
         step = stream_decoder(tokenizer)
         parts = [step(ids[first : first + size]) for first in range(0, len(ids), size)]
         assert "".join(parts) + step([], is_last=True) == tokenizer.decode(ids) == text
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    with pytest.raises(ValueError, match=r"Git LFS .*: run `git lfs pull`"):
+        load_tokenizer(str(path))
