@@ -9,6 +9,7 @@ import codecs
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -196,11 +197,20 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
     ids = encoder.get_vocab(with_added_tokens=True)
     if not ids:
         raise ValueError(f"Data.tokenizer='{name}' has no tokens: give another file")
+    separator_id = _find_separator(name, ids, separator)
+    added = encoder.get_added_tokens_decoder().get(separator_id)
+    if added is not None and not added.special:
+        # The library finds an added token in text unless it is special: a text that
+        # spells this one would forge a separator.
+        tree = json.loads(content)
+        for token in tree["added_tokens"]:
+            token["special"] |= token["id"] == separator_id
+        encoder = _parse(name, json.dumps(tree).encode())
     return Tokenizer(
         name=name,
         sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=max(ids.values()) + 1,
-        separator=_find_separator(name, ids, separator),
+        separator=separator_id,
         forbidden=None,
         encode_blocks=functools.partial(_encode_batch, encoder),
         encode_special=functools.partial(_encode_special, encoder),

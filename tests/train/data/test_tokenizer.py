@@ -47,6 +47,26 @@ def test_no_text_forges_a_separator(bpe):
     assert bpe.decode(ids) == "a<|endoftext|>b"
 
 
+@pytest.mark.parametrize("is_special", [True, False])
+def test_no_text_forges_an_added_separator(tmp_path, is_special):
+    """`add_tokens` of transformers writes "special": false. Other added tokens are
+    found in text, as the library finds them."""
+    tree, size = json.loads(bpe_json()), len(json.loads(bpe_json())["model"]["vocab"])
+    rule = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+    for i, content in enumerate(["<|sep|>", "<|tab|>"]):
+        token = {"id": size + i, "content": content} | rule
+        tree["added_tokens"].append(token | {"special": is_special and i == 0})
+    (tmp_path / "t.json").write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"), "<|sep|>")
+    assert tokenizer.separator == size
+    text = "a<|sep|>b<|tab|>c"
+    ids = tokenizer.encode(text).tolist()
+    assert tokenizer.decode(ids) == text
+    assert size not in ids
+    assert size + 1 in ids
+    assert size in tokenizer.encode_special(text)
+
+
 def test_special_tokens_can_be_asked_for(bpe):
     ids = bpe.encode_special("a<|endoftext|>b")
     assert ids.tolist() == [*bpe.encode("a"), bpe.separator, *bpe.encode("b")]
