@@ -3,6 +3,7 @@ in one line."""
 
 import contextlib
 import os
+import pathlib
 import socket
 import ssl
 import subprocess
@@ -10,10 +11,12 @@ import sys
 
 import pytest
 
-from tests.support.certificates import AUTHORITY, CERT, KEY, URI_PREFIX, new_certificate
 from tests.support.meeting import Meeting
 from tests.support.workers import run_apart
 
+CERT, KEY = "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE"
+AUTHORITY, URI_PREFIX = "JAX_MTLS_CA_FILE", "JAX_MTLS_PEER_URI_PREFIX"
+NAMES = "subjectAltName=DNS:node1,URI:spiffe://moejax/run"
 STRANGER = """
 import sys, jax
 jax.distributed.initialize(
@@ -78,3 +81,14 @@ def start_stranger(coordinator: str, variables: dict) -> subprocess.Popen:
     environ = {name: x for name, x in os.environ.items() if name not in own}
     environ |= {"JAX_PLATFORMS": "cpu"} | variables
     return subprocess.Popen(words, env=environ, **pipes)
+
+
+def new_certificate(folder: pathlib.Path) -> dict[str, str]:
+    """Make a certificate that is its own authority, and return its variables."""
+    folder.mkdir()
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    words += ["-nodes", "-subj", "/CN=test", "-addext", NAMES]
+    command = ["openssl", "req", *words, "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    return {CERT: cert, KEY: key, AUTHORITY: cert}
