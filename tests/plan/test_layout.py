@@ -87,6 +87,14 @@ def test_rounds_and_capacity_follow_from_rows_per_peer(
     assert layout.rows_per_slot == per_slot
 
 
+def test_a_step_has_loops_where_the_buffer_may_not_carry_all_rows():
+    layout = Layout.home(8, 4, 64)
+    rows = layout.rows_per_peer
+    assert not layout.has_loops(rows)
+    assert layout.has_loops(rows + 1)
+    assert not dataclasses.replace(layout, overflow="redo").has_loops(rows + 1)
+
+
 def test_layouts_are_keys():
     """A layout is the key of a compiled step."""
     again = dataclasses.replace(LAYOUT)
