@@ -120,8 +120,8 @@ def moe_layer(
 
     1. Make the weights of the slots that the placement gives to each device.
     2. Route each token to its top_k experts, in float32.
-    3. Choose a replica for each row, and exchange rows by all_to_all.
-    4. Compute the rows of each slot by one grouped SwiGLU.
+    3. Choose a replica for each row.
+    4. Send rows by all_to_all, and compute those of each slot by one grouped SwiGLU.
     5. Bring results home, and add them up, weighted by their gates.
 
     The output has x's shape and dtype, which is the dtype that experts compute in. Sums

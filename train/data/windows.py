@@ -48,7 +48,8 @@ class TrainBatches:
         return [epochs.num_windows for epochs in self._epochs]
 
     def rows(self, step: int, start: int, stop: int) -> "Windows":
-        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1]."""
+        """Return rows start .. stop - 1 of the step with this index, from 0: int32
+        [rows, seq_len + 1]."""
         items = self._items(step, start, stop)
         starts = [self._epochs[corpus].first_token(item) for corpus, item in items]
         return _read(self._streams, [c for c, _ in items], starts, self._cfg)

@@ -232,8 +232,9 @@ def micro_batch_loss(
 def _update(context: StepContext, state: TrainState, grads, total_a, aux):
     """Return the state after one AdamW update, and the metrics of the step.
 
-    Where the loss or a gradient is not finite, only counters change. The tracked
-    weights of experts that travel compressed follow the new parameters.
+    Where the loss or a gradient is not finite, parameters, moments and biases stay as
+    they are. The tracked weights of experts that travel compressed follow the
+    parameters in either case.
     """
     cfg, nats_a, router_a, stats_a = context.cfg, *aux
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)

@@ -312,7 +312,8 @@ SCHEDULES: dict[str | None, Schedule] = {
     "s1h": Schedule(_tensor_axes, _sender_axes, _s1h_out, _s1h_back),
     "local": Schedule(_no_axes, _no_axes, _out_to_peers, _back_to_peers),
 }
-"""Schedules by name; the one named None is for layers without a tensor axis."""
+"""Schedules by name; the one named None is for layers without a tensor axis. The sum of
+'local' over the tensor axis is in `combine`."""
 
 
 def find_schedule(mesh_layout: MeshLayout) -> Schedule:
