@@ -8,6 +8,7 @@ So does a step that a decision after the one before may change (Balance.lag_step
 
 import contextlib
 import dataclasses
+import functools
 import time
 
 import jax
@@ -229,6 +230,17 @@ class Run:
     last_read_sec: float = 0.0
     """Value of time.monotonic() from which the next step's time counts."""
 
+    @functools.cached_property
+    def ideal_step_sec(self) -> float | None:
+        """Seconds of a step's model FLOPs at the devices' peak; None where the peak is
+        not known."""
+        cfg, devices = self.job.cfg, self.job.model.mesh.devices
+        peak = cfg.train.peak_tflops or peak_tflops(devices.flat[0].device_kind)
+        if not peak:
+            return None
+        flops = flops_per_token(cfg.network).train * self.job.tokens_per_step
+        return flops / (1e12 * peak * devices.size)
+
     def restart_clock(self) -> None:
         """Begin to time the next step now."""
         self.last_read_sec = time.monotonic()
@@ -256,7 +268,8 @@ class Run:
 
         metrics = jax.device_get(metrics)
         record = step_record(step, metrics, step_sec, job.tokens_per_step)
-        record["mfu"] = self._mfu(step_sec)
+        ideal_sec = self.ideal_step_sec
+        record["mfu"] = ideal_sec and ideal_sec / step_sec
         record |= kept.record | memory_fields(jax.local_devices())
         record |= balancing.step_record(step, metrics.routing)
         self.records.step(record, metrics.routing.tokens_le)
@@ -306,16 +319,6 @@ class Run:
         self.goodput.write(step)
         return state
 
-    def _mfu(self, step_sec: float) -> float | None:
-        """Return the share of the devices' peak that a step's model FLOPs took; None
-        where the peak is not known."""
-        cfg, devices = self.job.cfg, self.job.model.mesh.devices
-        peak = cfg.train.peak_tflops or peak_tflops(devices.flat[0].device_kind)
-        if not peak:
-            return None
-        flops = flops_per_token(cfg.network).train * self.job.tokens_per_step
-        return flops / step_sec / (1e12 * peak * devices.size)
-
     def _diverged(self, step: int) -> Diverged:
         """Return the error of a streak of skipped updates up to `step`, which names the
         checkpoint to go back to. The save in flight may be that one."""
@@ -355,11 +358,13 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, Evaluation | Non
             balancing.collect(step)
         if balancing.is_due(step) and in_flight.may_redo:
             state = run.settle(state)
-        if balancing.is_waiting(step):
+        is_waiting = balancing.is_waiting(step)
+        if is_waiting:
             watchdog.rest()  # a relayout may still compile, for as long as it takes
         with at("swaps", unless=is_computing):
             state = balancing.before(step, state)
-        watchdog.at(f"step {step}")
+        if is_waiting:
+            watchdog.at(f"step {step}")
 
         # Feed and dispatch it, and read the step before.
         with at("data", unless=is_computing), during("waiting for data"):

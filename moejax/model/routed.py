@@ -1,6 +1,5 @@
 """Call an MoE layer of a model with its inputs in one pass."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -42,11 +41,9 @@ class MoeInputs(NamedTuple):
     (moejax.moe.weights.dependency)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MoeOptions:
-    """Static options of all MoE layers in one pass of a model."""
+class RoutingMode(NamedTuple):
+    """Static choices of how the MoE layers of a model route in one pass."""
 
-    setup: LayerSetup
     jitter: float = 0.0
     """Half-width of the interval around 1 from which factors on the router's input are
     drawn; 0 for none."""
@@ -56,22 +53,29 @@ class MoeOptions:
     """How the tokens draw their experts with recorded routing (Recorded.points)."""
 
 
+class MoeOptions(NamedTuple):
+    """Static options of all MoE layers in one pass of a model."""
+
+    setup: LayerSetup
+    mode: RoutingMode
+
+
 def routed_experts(
     layer: MoeLayer, inputs: MoeInputs, parts: Parts, options: MoeOptions
 ) -> tuple[Parts, LayerSums]:
     """Return the output of an MoE layer for each part of a batch, and its sums."""
-    setup, placement = options.setup, inputs.placement
+    (setup, mode), placement = options, inputs.placement
     b, t, d = parts[0].shape
     shape = (len(parts) * b, t, d)
     jitter_btd = forced_btk = None
-    if options.jitter:
-        low, high = 1 - options.jitter, 1 + options.jitter
+    if mode.jitter:
+        low, high = 1 - mode.jitter, 1 + mode.jitter
         jitter_btd = jax.random.uniform(inputs.key, shape, jnp.float32, low, high)
-    if options.is_dense:
+    if mode.is_dense:
         y_btd, sums = dense(layer, *parts, placement, setup, jitter_btd)
         return (y_btd,), sums
     if inputs.chance_e is not None:
-        point_bt = recorded.draw_points(options.points, inputs.key, shape[:2])
+        point_bt = recorded.draw_points(mode.points, inputs.key, shape[:2])
         forced_btk = recorded.choose(inputs.chance_e, point_bt, setup.moe.top_k)
     slots = inputs.slots
     if slots is None and inputs.tracked_sx is not None:

@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.config import Model, Network, Points
+from moejax.config import Model, Network
 from moejax.model import ahead, vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle, by_cycle, by_layer, stack, unstack
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.flops import attention_flops_per_token
 from moejax.model.layers import RmsNorm
-from moejax.model.routed import MoeInputs, MoeOptions, Parts
+from moejax.model.routed import MoeInputs, MoeOptions, Parts, RoutingMode
 from moejax.model.sharding import halve_rows, is_gathered, join_rows, shard_batch
 from moejax.model.vocabulary import Slices
 from moejax.moe.exchange.dispatch import ROWS
@@ -54,13 +54,7 @@ class StepInputs(NamedTuple):
     chance_le: Float[Array, "l e"] | None = None
     """With recorded routing, the probability in this micro-batch that a token chooses
     each expert. None: the router chooses."""
-    jitter: float = 0.0
-    """Half-width of the interval around 1 from which factors on the router's input are
-    drawn; 0 for none."""
-    is_dense: bool = False
-    """Whether every expert computes every token (moejax.moe.dense)."""
-    points: Points = "random"
-    """How the tokens draw their experts with recorded routing (Recorded.points)."""
+    mode: RoutingMode = RoutingMode()
 
 
 class Transformer(nnx.Module):
@@ -111,7 +105,9 @@ class Transformer(nnx.Module):
         # Where a device has an odd number of sequences, the MoE layer itself cuts its
         # tokens, once they are routed. Dense training has no rows that travel.
         num_rows = len(tokens_bt) // axes.axis_size(mesh, axes.BATCH_AXES)
-        has_halves = layout.halves and num_rows % 2 == 0 and not step_inputs.is_dense
+        has_halves = (
+            layout.halves and num_rows % 2 == 0 and not step_inputs.mode.is_dense
+        )
         positions = halve_rows(position_bt, mesh) if has_halves else (position_bt,)
         contexts = tuple(AttentionContext.from_windows(part, cfg) for part in positions)
         flops = tokens_bt.size / mesh.size * attention_flops_per_token(cfg)
@@ -193,11 +189,11 @@ class Transformer(nnx.Module):
             is_router_split=not is_gathered(self.cycles.moe.router_de),
             gradient_reduce_dtype=model.gradient_reduce_dtype,
         )
-        _, chance_le, jitter, is_dense, points = step_inputs
-        options = MoeOptions(setup, jitter, is_dense, points)
+        key, chance_le, mode = step_inputs
+        options, is_dense = MoeOptions(setup, mode), mode.is_dense
         keys_l = None
-        if jitter or chance_le is not None:
-            keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
+        if mode.jitter or chance_le is not None:
+            keys_l = jax.random.split(key, model.num_moe_layers)
         inputs = MoeInputs(placement, chance_le, keys_l, tracked_lsx, slots)
 
         # Slots are made for all layers at once, or a layer ahead, or in each layer.

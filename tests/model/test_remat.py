@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
+from moejax.model.routed import RoutingMode
 from moejax.model.transformer import StepInputs
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
@@ -54,7 +55,7 @@ def make_loss(cfg, remat):
         chance_le = np.full((L, E), K / E, np.float32)
 
     def loss(params, tokens_bt, key):
-        step_inputs = StepInputs(key, chance_le, cfg.router.jitter)
+        step_inputs = StepInputs(key, chance_le, RoutingMode(cfg.router.jitter))
         hidden_btd, sums, head_vd = ours.apply(
             params, tokens_bt, step_inputs=step_inputs
         )

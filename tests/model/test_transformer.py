@@ -11,6 +11,7 @@ import pytest
 from moejax import config
 from moejax.config import Config, Data, Model, Moe, Rope, Router, Train
 from moejax.model.rope import rope, rotation
+from moejax.model.routed import RoutingMode
 from moejax.model.transformer import StepInputs
 from moejax.plan.layout import Topology
 from tests.support import plain_model
@@ -190,7 +191,7 @@ def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
         ours = network(dataclasses.replace(cfg, mesh=mesh))
 
         def noisy(params, seed, ours=ours):
-            step_inputs = StepInputs(jax.random.key(seed), None, 0.5)
+            step_inputs = StepInputs(jax.random.key(seed), None, RoutingMode(0.5))
             hidden_btd, sums, _ = ours.apply(params, tokens(), step_inputs=step_inputs)
             return hidden_btd, jnp.sum(sums.tokens_e, axis=1)
 

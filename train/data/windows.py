@@ -137,11 +137,8 @@ class _Epochs:
 
 
 def _seed(seed: int, corpus: int) -> int:
-    """Return the seed of a corpus.
-
-    The first corpus has the given seed itself, so that it gives the same windows alone
-    and in a mixture.
-    """
+    # The first corpus has the given seed itself: it gives the same windows alone and in
+    # a mixture.
     return _hash(f"corpus {corpus} of {seed}") % 2**32 if corpus else seed
 
 

@@ -98,9 +98,12 @@ def decode(
     capacity = _round_up(token_bt.shape[1] + max_tokens, CACHE_MULTIPLE)
     batch_sharding, whole = sharding(decoder.mesh, BATCH_AXES), sharding(decoder.mesh)
     rows = jax.device_put((token_bt, position_bt), batch_sharding)
-    dtypes = Sampling(np.float32, np.float32, np.uint32)
-    sampling = jax.tree.map(lambda dtype, x: dtype(x), dtypes, sampling)
-    sampling = jax.device_put(sampling, whole)
+    numbers = Sampling(
+        np.float32(sampling.temperature),
+        np.float32(sampling.top_p),
+        np.uint32(sampling.seed),
+    )
+    sampling = jax.device_put(numbers, whole)
     last = decoder.prefill(*decoder.weights, *rows, sampling, capacity)
     for num_left in reversed(range(max_tokens)):
         token_b, position_b, cache = last

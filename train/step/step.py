@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from moejax import axes
 from moejax.config import Config
+from moejax.model.routed import RoutingMode
 from moejax.model.transformer import StepInputs
 from moejax.moe import recorded
 from moejax.moe import route as routing
@@ -200,8 +201,8 @@ def micro_batch_loss(
         chance_le = jnp.asarray(chance_tle)[sample]
     jitter = cfg.router.jitter if inputs.is_training else 0.0
     is_dense = inputs.is_training and cfg.router.training == "dense"
-    points = cfg.recorded.points
-    step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense, points)
+    mode = RoutingMode(jitter, is_dense, cfg.recorded.points)
+    step_inputs = StepInputs(inputs.key, chance_le, mode)
 
     network = nnx.merge(model_graph(context.run), params, router_bias)
     hidden_btd, sums = network(
