@@ -17,15 +17,14 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from train.messages import one_line
 
 BLOCK_CHARS = 2**18
-"""Maximum number of characters that a tokenizer gets as one text. The limit bounds
-memory: an encoding takes about 100 bytes for each token."""
+"""Maximum number of characters of one part of a document."""
 MAX_RECORD_BYTES = 16 * 2**20
 """Maximum size of a line or row, which is held in memory."""
 MAX_EXPANSION = 200
@@ -57,6 +56,8 @@ class TextPart:
     """Bytes of the file that have been read so far, before decompression."""
     begins: bool = True
     """Whether a document begins with this text."""
+    ends: bool = True
+    """Whether a document ends with this text."""
 
 
 def expand(patterns: Iterable[str | Path]) -> list[Path]:
@@ -121,25 +122,17 @@ def read(path: Path, text_key: str, forbidden: str | None) -> Iterator[TextPart]
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Join the texts, and yield the result in blocks of at most BLOCK_CHARS characters.
-
-    A block ends after a line break if it has one, else before a space. The blocks
-    depend on the joined text alone, not on where the given texts are cut.
-    """
+    """Join the texts, and yield the result in blocks of BLOCK_CHARS characters. The
+    last one may be shorter, and is empty only if the whole text is."""
     pending = ""
     for text in texts:
         pending += text
         start = 0
         while len(pending) - start > BLOCK_CHARS:
-            limit = start + BLOCK_CHARS
-            after_line = pending.rfind("\n", start, limit) + 1
-            before_space = pending.rfind(" ", start + 1, limit)
-            stop = after_line or (before_space if before_space > 0 else limit)
-            yield pending[start:stop]
-            start = stop
+            yield pending[start : start + BLOCK_CHARS]
+            start += BLOCK_CHARS
         pending = pending[start:]
-    if pending:
-        yield pending
+    yield pending
 
 
 def unreadable_error(path: Path, error: OSError) -> ValueError:
@@ -182,15 +175,10 @@ def _read_text(path: Path) -> Iterator[tuple[str, TextPart]]:
         yield decoder.decode(b"", True)
 
     with raw:
-        begins = True
         try:
-            for block in blocks(decoded()):
-                yield str(path), TextPart(block, raw.tell(), begins)
-                begins = False
+            yield from _parts(str(path), decoded(), raw.tell)
         except UnicodeDecodeError as error:
             raise _record_error(str(path), f"broken UTF-8: {error.reason}") from error
-        if begins:
-            yield str(path), TextPart("", raw.tell())
 
 
 def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
@@ -205,7 +193,8 @@ def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
             if len(line) > MAX_RECORD_BYTES:
                 raise _record_error(place, _TOO_LONG)
             if not line.isspace():
-                yield from _parts(place, _parse_line(place, line, text_key), raw.tell())
+                text = _parse_line(place, line, text_key)
+                yield from _parts(place, [text], raw.tell)
 
 
 def _parse_line(place: str, line: bytes, text_key: str) -> str:
@@ -281,13 +270,19 @@ def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
                     raise _record_error(place, "the text is null")
                 if len(text) > MAX_RECORD_BYTES:
                     raise _record_error(place, _TOO_LONG)
-                yield from _parts(place, text, size * row // num_rows)
+                yield from _parts(place, [text], lambda row=row: size * row // num_rows)
 
 
-def _parts(place: str, text: str, num_bytes: int) -> Iterator[tuple[str, TextPart]]:
-    """Yield the place and the parts of one document."""
-    for number, block in enumerate(list(blocks([text])) or [""]):
-        yield place, TextPart(block, num_bytes, number == 0)
+def _parts(
+    place: str, texts: Iterable[str], num_bytes: Callable[[], int]
+) -> Iterator[tuple[str, TextPart]]:
+    """Yield the place and the parts of the one document that the texts make."""
+    begins, rest = True, blocks(texts)
+    block = next(rest)
+    for following in rest:
+        yield place, TextPart(block, num_bytes(), begins, ends=False)
+        begins, block = False, following
+    yield place, TextPart(block, num_bytes(), begins)
 
 
 _TOO_LONG = f"it is longer than {MAX_RECORD_BYTES // 2**20} MiB"

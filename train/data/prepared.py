@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from train.data.documents import TextPart, expand, read, unreadable_error
+from train.data.long_text import UndividedError
 from train.data.shards import ShardWriter, TokenFile, open_shard
 from train.data.tokenizer import Tokenizer
 from train.files import path_named, sync_folder
@@ -34,8 +35,8 @@ MANIFEST = "manifest.json"
 SHARD_TOKENS = 2**29
 SHARD_DOCUMENTS = 2**22
 BATCH_CHARS = 2**22
-"""Characters that are encoded at a time, by the tokenizer's threads. They take about
-100 MB."""
+"""Characters of whole documents that are encoded at a time, by the tokenizer's threads.
+They take about 100 MB."""
 _BATCH_DOCUMENTS = 2**16
 _MAX_THREADS = 8
 """Threads that compute checksums, each of one shard."""
@@ -197,26 +198,24 @@ def _write_shards(
 
         writer = next_writer()
         for path, stamp in zip(paths, stamps):
-            for batch in _batches(read(path, text_key, tokenizer.forbidden)):
-                texts = [part for part in batch if part.text]
-                num_empty += len(batch) - len(texts)
-                if not texts:
-                    continue
+            parts = read(path, text_key, tokenizer.forbidden)
+            for encoded in _encode(path, parts, tokenizer):
+                token_b, start_d = encoded.token_b, encoded.start_d
+                num_empty += encoded.num_empty
                 is_full = (
                     writer.num_tokens >= SHARD_TOKENS
                     or writer.num_documents >= SHARD_DOCUMENTS
                 )
-                if is_full and texts[0].begins:
+                if is_full and 0 in start_d[:1]:
                     shards.append(writer.finish())
                     writer = next_writer()
-                token_b, start_d = _encode(texts, tokenizer)
                 writer.append(token_b, start_d)
                 num_documents += start_d.size
                 num_tokens += token_b.size
                 if time.monotonic() - said_sec >= _SECONDS_BETWEEN_REPORTS:
-                    said_sec, num_bytes = time.monotonic(), batch[-1].num_bytes
+                    said_sec = time.monotonic()
                     say(
-                        f"  {(done_bytes + num_bytes) / 1e6:,.0f} of "
+                        f"  {(done_bytes + encoded.num_bytes) / 1e6:,.0f} of "
                         f"{total_bytes / 1e6:,.0f} MB, {num_documents:,} documents, "
                         f"{num_tokens:,} tokens"
                     )
@@ -257,33 +256,66 @@ def _write_shards(
     }
 
 
-def _batches(parts: Iterator[TextPart]) -> Iterator[list[TextPart]]:
-    """Yield the parts in batches of about BATCH_CHARS characters."""
-    batch, num_chars = [], 0
-    for part in parts:
-        batch.append(part)
-        num_chars += len(part.text)
-        if num_chars >= BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
+class Encoded(NamedTuple):
+    """Tokens that follow those before them in a file."""
+
+    token_b: np.ndarray
+    start_d: np.ndarray
+    """Indices of the tokens that begin a document."""
+    num_empty: int
+    """Empty documents, which have no token."""
+    num_bytes: int
+    """Bytes of the file that have been read so far."""
 
 
 def _encode(
-    batch: list[TextPart], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a batch, and the indices at which its documents start."""
+    path: Path, parts: Iterator[TextPart], tokenizer: Tokenizer
+) -> Iterator[Encoded]:
+    """Yield the tokens of a file: of some whole documents, or of a part of a long one.
+
+    Raises ValueError for a document that is too long for the tokenizer.
+    """
+    part, batch, num_chars = None, [], 0
+
+    def texts_to_end() -> Iterator[str]:
+        nonlocal part
+        while not part.ends:
+            yield part.text
+            part = next(parts)
+        yield part.text
+
+    for part in parts:
+        if part.begins and part.ends:
+            batch.append(part)
+            num_chars += len(part.text)
+            if num_chars >= BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+                yield _encode_documents(batch, tokenizer)
+                batch, num_chars = [], 0
+            continue
+        if batch:
+            yield _encode_documents(batch, tokenizer)
+            batch, num_chars = [], 0
+        separator_b = np.array([tokenizer.separator], np.int32)
+        yield Encoded(separator_b, np.array([0]), 0, part.num_bytes)
+        try:
+            for id_b in tokenizer.encode_long(texts_to_end()):
+                yield Encoded(id_b, np.zeros(0, int), 0, part.num_bytes)
+        except UndividedError as error:
+            raise ValueError(f"'{path}': {error}") from error
+    if batch:
+        yield _encode_documents(batch, tokenizer)
+
+
+def _encode_documents(documents: list[TextPart], tokenizer: Tokenizer) -> Encoded:
     separator = np.array([tokenizer.separator], np.int32)
-    parts, starts, size = [], [], 0
-    ids = tokenizer.encode_blocks([part.text for part in batch])
-    for part, id_b in zip(batch, ids):
-        if part.begins:
-            starts.append(size)
-            parts.append(separator)
-        parts.append(id_b)
-        size += id_b.size + part.begins
-    return np.concatenate(parts), np.array(starts, np.int64)
+    texts = [document.text for document in documents if document.text]
+    ids = tokenizer.encode_texts(texts)
+    length_d = np.array([1 + id_b.size for id_b in ids], np.int64)
+    tokens = [token_b for id_b in ids for token_b in (separator, id_b)]
+    token_b = np.concatenate([np.zeros(0, np.int32), *tokens])
+    num_empty = len(documents) - len(texts)
+    start_d = np.cumsum(length_d) - length_d
+    return Encoded(token_b, start_d, num_empty, documents[-1].num_bytes)
 
 
 @contextlib.contextmanager

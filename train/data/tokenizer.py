@@ -11,14 +11,14 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from moejax.interop.strict_json import refuse_lfs_pointer
-from train.data.documents import blocks
+from train.data.long_text import WINDOW, cut_patterns, encode_long
 
 END_OF_TEXT = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>",
@@ -42,8 +42,11 @@ class Tokenizer:
     """Id of the token that starts every document."""
     forbidden: str | None
     """String that no text may hold, or None."""
-    encode_blocks: Callable[[list[str]], list[np.ndarray]]
-    """Function from texts, each at most BLOCK_CHARS long, to the ids of each text."""
+    encode_texts: Callable[[list[str]], list[np.ndarray]]
+    """Function from texts, held in memory with their encodings, to the ids of each."""
+    encode_long: Callable[[Iterable[str]], Iterator[np.ndarray]]
+    """Function from the blocks of one long text to ids that are, joined, those of the
+    whole text; in bounded memory. Raises ValueError if a tokenizer cannot do so."""
     decode: Callable[[Sequence[int]], str]
     """Function from ids to their text, with U+FFFD for bytes that are not UTF-8."""
 
@@ -54,12 +57,10 @@ class Tokenizer:
     """The tokenizers.Tokenizer of a tokenizers file; None for bytes."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode a text as ids, int32 [b], without a separator.
-
-        A text of more than BLOCK_CHARS is encoded block by block.
-        """
-        ids = self.encode_blocks(list(blocks([text])))
-        return np.concatenate([np.zeros(0, np.int32), *ids])
+        """Encode a text as ids, int32 [b], without a separator."""
+        if len(text) <= WINDOW:
+            return self.encode_texts([text])[0]
+        return np.concatenate(list(self.encode_long([text])))
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError if a model of this vocabulary size lacks some of the ids."""
@@ -147,8 +148,9 @@ def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
         vocab_size=256,
         separator=separator,
         forbidden=chr(separator) if separator < 0x80 else None,
-        encode_blocks=_encode_bytes,
-        encode_special=lambda text: _encode_bytes([text])[0],
+        encode_texts=lambda texts: list(_encode_bytes(texts)),
+        encode_long=_encode_bytes,
+        encode_special=lambda text: next(_encode_bytes([text])),
         decode=lambda ids: bytes(map(int, ids)).decode(errors="replace"),
     )
 
@@ -180,8 +182,8 @@ def _names_of_bytes() -> list[str]:
     return names
 
 
-def _encode_bytes(texts: Iterable[str]) -> list[np.ndarray]:
-    return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
+def _encode_bytes(texts: Iterable[str]) -> Iterator[np.ndarray]:
+    return (np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts)
 
 
 def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
@@ -206,13 +208,16 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
         for token in tree["added_tokens"]:
             token["special"] |= token["id"] == separator_id
         encoder = _parse(name, json.dumps(tree).encode())
+    if getattr(encoder.model, "dropout", None) is not None:
+        encoder.model.dropout = None  # it would draw the ids of a text at random
     return Tokenizer(
         name=name,
         sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=max(ids.values()) + 1,
         separator=separator_id,
         forbidden=None,
-        encode_blocks=functools.partial(_encode_batch, encoder),
+        encode_texts=functools.partial(_encode_batch, encoder),
+        encode_long=functools.partial(encode_long, encoder, cut_patterns(content)),
         encode_special=functools.partial(_encode_special, encoder),
         decode=functools.partial(_decode, encoder),
         encoder=encoder,

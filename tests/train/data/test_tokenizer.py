@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.data_files import TEXTS, bpe_json, write_bpe
 from tests.support.metaspace import WORDS, load_metaspace
-from train.data import documents
+from train.data import long_text
 from train.data.tokenizer import (
     byte_tokenizer_file,
     load_tokenizer,
@@ -113,12 +113,24 @@ def test_settings_of_a_file_do_not_cut_or_pad(tmp_path, bpe):
     )
 
 
-def test_a_long_text_is_encoded_by_lines(monkeypatch, bpe):
-    text = TEXTS[0] * 50
-    whole = bpe.encode(text)
-    monkeypatch.setattr(documents, "BLOCK_CHARS", 100)
-    assert bpe.decode(bpe.encode(text)) == text
-    assert bpe.encode(text).size <= whole.size + len(text) // 50
+def test_a_long_text_has_the_ids_of_the_whole(monkeypatch, bpe, tmp_path):
+    for name, size in (("WINDOW", 300), ("OVERLAP", 64)):
+        monkeypatch.setattr(long_text, name, size)
+    for tokenizer in (bpe, load_metaspace(tmp_path), load_tokenizer("bytes")):
+        text = "".join(TEXTS) * 50 + WORDS
+        (whole,) = tokenizer.encode_texts([text])
+        parts = list(tokenizer.encode_long([text]))
+        assert np.concatenate(parts).tolist() == whole.tolist()
+        assert tokenizer.decode(whole) == text
+
+
+def test_dropout_draws_no_ids(tmp_path, bpe):
+    tree = json.loads(bpe_json())
+    tree["model"]["dropout"] = 0.5
+    (tmp_path / "t.json").write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"))
+    for text in TEXTS:
+        assert tokenizer.encode(text).tolist() == bpe.encode(text).tolist()
 
 
 @pytest.mark.parametrize(
