@@ -113,7 +113,9 @@ class InFlight:
         state, metrics = steps.run(
             step, state, placement, windows, is_loop_free=is_loop_free
         )
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), metrics)
+        # A GPU's guard takes an asynchronous copy for an implicit one.
+        with jax.transfer_guard_device_to_host("allow"):
+            jax.copy_to_host_async(metrics)
         self._queue.append(
             Dispatched(step, windows, placement, steps, is_loop_free, metrics)
         )

@@ -1,4 +1,5 @@
-"""Run train/main.py in processes of their own, on the toy configuration."""
+"""Run train/main.py in processes of their own, on the toy configuration, and with the
+transfers that a GPU refuses (main_as_on_gpu.py)."""
 
 import dataclasses
 import functools
@@ -16,6 +17,7 @@ from train.logs.record_lines import without_times
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAIN = ROOT / "train" / "main.py"
+MAIN_AS_ON_GPU = ROOT / "tests" / "support" / "main_as_on_gpu.py"
 TOY = ROOT / "tests" / "support" / "toy.gin"
 LIMIT_SEC = 300
 
@@ -113,8 +115,8 @@ def run(run_dir: pathlib.Path, *params: str, flags=(), gin_file=TOY) -> Ended:
 
 def command(run_dir, *params: str, flags=(), gin_file=TOY) -> list[str]:
     """Return the command line of train/main.py; `params` override the gin file."""
-    words = [sys.executable, str(MAIN), f"--gin_file={gin_file}", "--json", *flags]
-    words.append(f"--run_dir={run_dir}")
+    words = [sys.executable, str(MAIN_AS_ON_GPU), f"--gin_file={gin_file}", "--json"]
+    words += [*flags, f"--run_dir={run_dir}"]
     for param in (f"Data.corpus = '{corpus()}'", *params):
         words.append(f"--gin_param={param}")
     return words
