@@ -108,7 +108,7 @@ def measure(
     case: moe_variants.LayerCase, repeats: int, calls_per_turn: int
 ) -> Iterator[list[dict]]:
     """Yield the rows of each pass, one for each variant. The variants of a pass take
-    turns."""
+    turns. One that does not fit on the device, or that XLA refuses, has `failed`."""
 
     def loss(params, x_btd, apply):
         return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)
@@ -118,10 +118,14 @@ def measure(
 
     own = moe_variants.variants(case, case.setup.layout.rows_per_slot)
     for which, step in {"fwd": lambda apply: apply, "fwd_bwd": both}.items():
-        programs = {
-            name: jax.jit(step(apply)).lower(params, case.x_btd).compile()
-            for name, (apply, params) in own.items()
-        }
+        programs, failed = {}, {}
+        for name, (apply, params) in own.items():
+            try:
+                lowered = jax.jit(step(apply)).lower(params, case.x_btd)
+                programs[name] = lowered.compile()
+                jax.block_until_ready(programs[name](params, case.x_btd))
+            except jax.errors.JaxRuntimeError as error:
+                failed[name] = str(error).partition("\n")[0]
         calls = {
             name: partial(compiled, own[name][1], case.x_btd)
             for name, compiled in programs.items()
@@ -132,12 +136,20 @@ def measure(
                 "impl": name,
                 "pass": which,
                 "msec": 1e3 * sec[name],
-                "ratio_to_moejax": sec[name] / sec["moejax"],
-                "share_of_dense_rate": sec["dense"] / sec[name],
+                "ratio_to_moejax": ratio(sec, name, "moejax"),
+                "share_of_dense_rate": ratio(sec, "dense", name),
                 "temp_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
             }
             for name, compiled in programs.items()
+        ] + [
+            {"impl": name, "pass": which, "msec": None, "failed": why}
+            for name, why in failed.items()
         ]
+
+
+def ratio(sec: dict[str, float], name: str, of: str) -> float | None:
+    """Return a time over another one; None where one of them is not known."""
+    return sec[name] / sec[of] if {name, of} <= sec.keys() else None
 
 
 def show(record: dict) -> None:
@@ -147,11 +159,16 @@ def show(record: dict) -> None:
     print("| variant | pass | ms | / moejax | share of dense rate | temp MiB |")
     print("|---|---|--:|--:|--:|--:|")
     for row in record["rows"]:
-        print(
-            f"| {row['impl']} | {row['pass']} | {row['msec']:.2f} "
-            f"| {row['ratio_to_moejax']:.2f} | {row['share_of_dense_rate']:.0%} "
-            f"| {row['temp_mib']:.0f} |"
-        )
+        cells = [row.get("failed", ""), "", "", ""]
+        if row["msec"] is not None:
+            to_moejax, share = row["ratio_to_moejax"], row["share_of_dense_rate"]
+            cells = [
+                f"{row['msec']:.2f}",
+                "-" if to_moejax is None else f"{to_moejax:.2f}",
+                "-" if share is None else f"{share:.0%}",
+                f"{row['temp_mib']:.0f}",
+            ]
+        print(f"| {row['impl']} | {row['pass']} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -201,13 +201,16 @@ def train(own: dict, predicted: Mapping[str, Any]) -> Iterator[Cells]:
 def layer(own: dict) -> Iterator[Cells]:
     """Yield the time of the layer and of its baselines."""
     for row in own["rows"]:
-        ratio = f"{row['ratio_to_moejax']:.2f} of moejax"
-        share = f"{row['share_of_dense_rate']:.0%} of the dense rate"
-        yield (
-            f"{row['impl']} {row['pass']}, ms",
-            f"{row['msec']:.2f}",
-            f"{ratio}, {share}",
-        )
+        what = f"{row['impl']} {row['pass']}, ms"
+        if row["msec"] is None:
+            yield what, "-", row["failed"]
+            continue
+        beside = []
+        if (to_moejax := row["ratio_to_moejax"]) is not None:
+            beside.append(f"{to_moejax:.2f} of moejax")
+        if (share := row["share_of_dense_rate"]) is not None:
+            beside.append(f"{share:.0%} of the dense rate")
+        yield what, f"{row['msec']:.2f}", ", ".join(beside)
 
 
 def tuning(found: list[dict]) -> Iterator[Cells]:

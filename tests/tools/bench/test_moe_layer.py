@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tools.bench import moe_layer
+from moejax.config import Moe
+from tools.bench import moe_layer, moe_variants
 
 VARIANTS = ["dense", "einsum", "ragged_dot", "moejax"]
 TINY = "--d 32 --f 16 --tokens 32 --experts 16 --devices 4 --repeats 1"
@@ -42,6 +45,25 @@ def test_all_variants_run_and_are_reported(repo):
         assert row["msec"] > 0
         assert row["temp_mib"] > 0
         assert row["ratio_to_moejax"] == pytest.approx(row["msec"] / ours)
+
+
+def test_a_variant_that_does_not_fit_is_a_row_of_its_own(monkeypatch):
+    def too_large(_params, _x_btd):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32 GiB\nmore lines")
+
+    def as_large(params, x_btd):
+        return jnp.sum(x_btd) + params
+
+    programs = {"dense": (as_large, jnp.ones(())), "einsum": (too_large, ())}
+    programs["moejax"] = programs["dense"]
+    monkeypatch.setattr(moe_variants, "variants", lambda *_: programs)
+    moe = Moe(num_experts=4, top_k=2, d_expert=16)
+    case = moe_variants.make_case(moe, 16, 32, "float32", jax.devices()[:1])
+    (rows, _) = moe_layer.measure(case, 1, 1)
+    assert [row["impl"] for row in rows] == ["dense", "moejax", "einsum"]
+    assert rows[1]["msec"] > 0
+    failed = {"impl": "einsum", "pass": "fwd", "msec": None}
+    assert rows[2] == failed | {"failed": "RESOURCE_EXHAUSTED: 32 GiB"}
 
 
 @pytest.mark.parametrize(
