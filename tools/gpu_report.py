@@ -136,6 +136,13 @@ PARTS = (
         ("tools/gpu/olmoe.gin", "configs/olmoe_1b_7b.gin", "tools/gpu/dry.gin"),
     ),
     Part(
+        "trainer",
+        f"{MEASURE} trainer --gin_file=tools/gpu/trainer.gin --out {{file}}",
+        f"{MEASURE} trainer --gin_file=tools/gpu/dry.gin --out {{file}}",
+        240, 90, ("train.main", "tools.gpu.measure"),
+        ("tools/gpu/trainer.gin", "tools/gpu/olmoe.gin", "configs/olmoe_1b_7b.gin"),
+    ),
+    Part(
         "qwen3",
         f"{PRODUCTS} --device gpu --shapes qwen3_30b_a3b --impls {{ours}}{PEERS} "
         f"--repeats 5 {ROWS}",
@@ -367,7 +374,7 @@ def words_of(run: Run, part: Part) -> list[str]:
     words = (part.dry if run.is_dry else part.gpu).replace("{ours}", ours).split()
     if part.name == "train" and "attention" in broken:
         words.append("--gin_param=Model.attention = 'blocked'")
-    if part.name == "train" and broken - {"attention"}:
+    if part.name in ("train", "trainer") and broken - {"attention"}:
         words.append("--gin_param=Dispatch.kernels = 'plain'")
     return words
 

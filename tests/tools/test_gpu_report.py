@@ -343,6 +343,27 @@ def test_predictions_stand_beside_measurements():
     assert table.wrong(found, states) == ["train: a loss is not finite"]
 
 
+def test_runs_of_the_trainer_are_held_against_the_whole_run():
+    def run(name, steps, digest, failed=""):
+        sec = {"attention": "auto", "run": name, "steps": steps, "sec": 9.0}
+        return sec | {"digest": digest, "failed": failed}
+
+    runs = [run("whole", 12, "aa"), run("resumed", 6, "bb"), run("resumed", 12, "aa")]
+    states = {"trainer": {"state": "ended", "sec": 9.0, "why": ""}}
+
+    def text(*runs):
+        found = {"trainer": [{"runs": list(runs)}]}
+        return table.draw(table.rows(found, states, {}, KERNELS)), table.wrong(
+            found, {}
+        )
+
+    assert text(*runs)[0].count("equal to the whole run") == 1
+    shown, wrong = text(*runs[:2], run("resumed", 12, "", "code 1: Disallowed"))
+    assert "code 1: Disallowed" in shown
+    assert wrong == ["trainer: auto, resumed: code 1: Disallowed"]
+    assert "NOT the whole run's" in text(*runs[:2], run("resumed", 12, "cc"))[0]
+
+
 @pytest.mark.parametrize("name", ["h100", "h200"])
 def test_stored_predictions_are_those_of_today(name):
     gpu = target.load(name)

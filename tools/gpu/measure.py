@@ -2,18 +2,23 @@
 
     python -m tools.gpu.measure machine --out FILE
     python -m tools.gpu.measure train --gin_file=tools/gpu/olmoe.gin --out FILE
+    python -m tools.gpu.measure trainer --gin_file=tools/gpu/trainer.gin --out FILE
 
 `machine` says which device is here, and how fast it copies and multiplies. `train`
-trains as many layers as are predicted to fit, on random words. FILE is JSON; `train`
-writes it again after the compilation and after every 10 steps.
+trains as many layers as are predicted to fit, on random words. `trainer` starts
+train/main.py as a user does: a whole run, and one in two halves, with each of two kinds
+of attention. FILE is JSON; `train` writes it again after the
+compilation and after every 10 steps, `trainer` after every run.
 
 Exit codes: 0 done, 2 bad input or no such device.
 """
 
+import concurrent.futures
 import dataclasses
 import importlib.metadata
 import itertools
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -44,19 +49,23 @@ WARM_UP = 2
 """Number of steps at the beginning that do not count in speeds."""
 WRITE_EVERY = 10
 """Number of steps after which the figures are written."""
+TRAINER_STEPS = 12
+"""Steps of a run of `trainer`."""
+ATTENTION = ("auto", "blocked")
+"""Kinds of attention of `trainer`. On GPUs they are cuDNN's and our own in blocks."""
 NUM_WORDS = 200_000
 """Words of the corpus: 1 MB, twice what 30 steps read."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("part", choices=("machine", "train"))
+    parser.add_argument("part", choices=("machine", "train", "trainer"))
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE")
     parser.add_argument("--dry", action="store_true", help="toy sizes, on a CPU")
     parser.add_argument("--steps", type=int, default=30, help="number of train steps")
     add_gin_flags(parser, default="none")
     args = parser.parse_args(argv)
-    work = machine if args.part == "machine" else train
+    work = {"machine": machine, "train": train, "trainer": trainer}[args.part]
     with guarded(as_json=args.json) as ending:
         return work(args)
     return ending.code
@@ -230,6 +239,70 @@ def compile_by_part(model) -> tuple[Any, dict[str, float]]:
     times.append(time.perf_counter())
     parts = (round(b - a, 2) for a, b in itertools.pairwise(times))
     return program, dict(zip(("trace", "lower", "compile"), parts))
+
+
+def trainer(args) -> int:
+    """Run train/main.py, and write for each run its exit code, its last line if it
+    failed, and the digest of its parameters. Kinds of attention take their runs beside
+    one another, and those of one kind share their programs."""
+    runs: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor() as threads,
+    ):
+        corpus = pathlib.Path(folder) / "words.txt"
+        corpus.write_text(random_words())
+        for done in concurrent.futures.as_completed(
+            threads.submit(run_trainer, args, corpus, attention, runs)
+            for attention in ATTENTION
+        ):
+            done.result()
+    return DONE
+
+
+def run_trainer(args, corpus: pathlib.Path, attention: str, runs: list[dict]) -> None:
+    """Add a whole run with this attention to `runs`, and one in two halves. A run ends
+    the others of its kind if it fails."""
+    half = TRAINER_STEPS // 2
+    for name, steps in (
+        ("whole", TRAINER_STEPS),
+        ("resumed", half),
+        ("resumed", TRAINER_STEPS),
+    ):
+        params = {
+            "Data.corpus": str(corpus),
+            "Model.attention": attention,
+            "Train.num_steps": steps,
+            "Checkpoint.every_steps": half,
+        }
+        words = [sys.executable, "train/main.py", "--json", "--plain"]
+        words += [f"--run_dir={corpus.parent / attention / name}"]
+        words += [f"--gin_file={path}" for path in args.gin_file]
+        words += [f"--gin_param={key} = {value!r}" for key, value in params.items()]
+        words += [f"--gin_param={param}" for param in args.gin_param]
+        begin_sec = time.perf_counter()
+        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        done = subprocess.run(
+            words, env=env, capture_output=True, text=True, check=False
+        )
+        lines, error = done.stdout.splitlines(), done.stderr.strip().rpartition("\n")
+        runs.append(
+            {
+                "attention": attention,
+                "run": name,
+                "steps": steps,
+                "sec": round(time.perf_counter() - begin_sec, 1),
+                "digest": json.loads(lines[-1])["digest"]
+                if not done.returncode
+                else "",
+                "failed": f"code {done.returncode}: {error[2]}"
+                if done.returncode
+                else "",
+            }
+        )
+        write_whole(args.out, json.dumps({"runs": runs}))
+        if done.returncode:
+            return
 
 
 def random_words() -> str:

@@ -41,6 +41,7 @@ def rows(
         "olmoe": products,
         "qwen3": products,
         "train": lambda own: train(longest(own), predicted),
+        "trainer": lambda own: trainer(own[-1]),
         "layer": lambda own: layer(own[-1]),
         "tuning": tuning,
     }
@@ -85,6 +86,12 @@ def wrong(found: Found, states: States) -> list[str]:
     ]
     for own in found.get("tuning", []):
         lines += [f"tuning: {bucket}: {why}" for bucket, why in own["failed"].items()]
+    lines += [
+        f"trainer: {own['attention']}, {own['run']}: {own['failed']}"
+        for record in found.get("trainer", [])[-1:]
+        for own in record["runs"]
+        if own["failed"]
+    ]
     losses = longest(found.get("train", [])).get("losses", [])
     if not all(map(math.isfinite, losses)):
         lines.append("train: a loss is not finite")
@@ -196,6 +203,23 @@ def train(own: dict, predicted: Mapping[str, Any]) -> Iterator[Cells]:
         yield "compile, s", f"{sum(own['compile_sec'].values()):.1f}", stated
         for name, (implementation, why) in own["kernels"].items():
             yield name, implementation, why
+
+
+def trainer(own: dict) -> Iterator[Cells]:
+    """Yield each run of train/main.py, and whether its parameters are those of the
+    whole run with the same attention."""
+    whole = {run["attention"]: run for run in own["runs"] if run["run"] == "whole"}
+    for run in own["runs"]:
+        what = f"{run['attention']}, {run['run']}, {run['steps']} steps, s"
+        beside = run["failed"] or f"digest {run['digest']}"
+        other = whole.get(run["attention"])
+        is_whole = other not in (None, run) and run["steps"] == other["steps"]
+        if is_whole and not run["failed"]:
+            is_equal = run["digest"] == other["digest"]
+            beside += (
+                ", equal to the whole run" if is_equal else ", NOT the whole run's"
+            )
+        yield what, f"{run['sec']:.0f}", beside
 
 
 def layer(own: dict) -> Iterator[Cells]:
