@@ -86,6 +86,7 @@ class Config:
             f"Mesh ({mesh}) has {mesh.num_devices} devices, and "
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
+        self.network.check_tensor(mesh.tensor)
         self._check_experts()
         self._check_nodes()
         self._check_cycle()

@@ -101,6 +101,11 @@ class Model:
         require_min(self, 0, "first_k_dense")
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
             require_positive(self, name)
+        require(
+            self.rope_theta > 1,
+            f"Model.rope_theta={self.rope_theta} must be above 1: wavelengths are its "
+            "powers, and grow from pair to pair",
+        )
         require_max(self, MAX_INT32, "token ids are int32", "vocab_size")
         require_max(self, MAX_WIDTH, AXIS, "d_model", "d_ff")
         require_max(self, MAX_HEADS, AXIS, "num_heads", "head_dim")
@@ -335,6 +340,34 @@ class Network:
     """Copy of Data.documents."""
     seq_len: int = 256
     """Copy of Data.seq_len: the length of a training sequence, in tokens."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.model.block == "standard" or self.moe.num_shared_experts > 0,
+            f"Model.block='{self.model.block}' needs shared experts to read the output "
+            "of attention, but Moe.num_shared_experts=0: use 1 or more",
+        )
+
+    def check_tensor(self, tensor: int) -> None:
+        """Raise ValueError unless a tensor axis of `tensor` devices can split the heads
+        of attention and the hidden widths of dense layers and shared experts.
+
+        The number of query heads is a multiple of that of key-value heads.
+        """
+        model, moe = self.model, self.moe
+        sizes = {"Model.num_kv_heads": model.num_kv_heads}
+        if model.num_moe_layers < model.num_layers:
+            sizes["Model.d_ff"] = model.d_ff
+        if moe.num_shared_experts:
+            field = "d_expert" if moe.d_shared is None else "d_shared"
+            sizes[f"Moe.num_shared_experts * {field}"] = moe.shared_width
+        for name, size in sizes.items():
+            require(
+                size % tensor == 0,
+                f"{name}={size} must be divisible by Mesh.tensor={tensor}: use "
+                f"{-(-size // tensor) * tensor}, or Mesh.tensor = "
+                f"{math.gcd(size, tensor)}",
+            )
 
     @property
     def is_latent(self) -> bool:

@@ -12,13 +12,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from moejax import axes
-from moejax.config import LayerAttention, Model, Network
+from moejax.config import LayerAttention, Network
 from moejax.kernels.attention import Rule, attention
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm, bias, input_matrix, output_matrix, unit_rms
 from moejax.model.rope import Rotation, rope, rotation
-from moejax.model.sharding import check_tensor, on_own_rows, on_rows, sum_parts
+from moejax.model.sharding import on_own_rows, on_rows, sum_parts
 
 
 class AttentionContext(NamedTuple):
@@ -91,15 +90,6 @@ def _last_begin(is_begin_bt: Bool[Array, "b t"]) -> Int[Array, "b t"]:
     return jax.lax.cummax(jnp.where(is_begin_bt, place_t, 0), axis=1)
 
 
-def check_heads(cfg: Model, tensor: int) -> None:
-    """Raise ValueError unless `tensor` devices can split the heads evenly.
-
-    Checking the key-value heads is enough: the number of query heads is a multiple of
-    theirs.
-    """
-    check_tensor("Model.num_kv_heads", cfg.num_kv_heads, tensor)
-
-
 def make_rule(cfg: Network, kind: LayerAttention) -> Rule:
     """Return the static part of the attention of a layer of this kind."""
     factor, scale = cfg.rope.softmax_factor(), cfg.attention.scale
@@ -116,7 +106,6 @@ class Attention(nnx.Module):
         self.network, self.cfg, self.kind, self.mesh = cfg, cfg.model, kind, mesh
         options, cfg = cfg.attention, cfg.model
         d, h, g, i = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        check_heads(cfg, mesh.shape[axes.TENSOR])
         self.q_dhi = input_matrix(rngs, d, h * i)
         self.k_dgi = input_matrix(rngs, d, g * i)
         self.v_dgi = input_matrix(rngs, d, g * i)

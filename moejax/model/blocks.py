@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from moejax import axes
 from moejax.config import LayerKind, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
@@ -28,18 +29,6 @@ from moejax.model.routed import MoeInputs, MoeOptions, Parts, routed_experts
 from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
-
-
-def check_block(cfg: Network) -> None:
-    """Raise ValueError for a shortcut block without shared experts.
-
-    In such a block no feed-forward part would read the output of attention.
-    """
-    if cfg.model.block == "shortcut" and cfg.moe.num_shared_experts < 1:
-        raise ValueError(
-            "Model.block='shortcut' needs shared experts to read the output of "
-            "attention, but Moe.num_shared_experts=0: use 1 or more"
-        )
 
 
 class Block(nnx.Module):
@@ -60,7 +49,7 @@ class Block(nnx.Module):
     ):
         """Make a block of this kind; with the parameters of `num_moe_layers` MoE layers
         if it has any."""
-        check_block(cfg)
+        cfg.check_tensor(mesh.shape[axes.TENSOR])
         model, moe, is_moe = cfg.model, cfg.moe, kind.is_moe
         self.is_moe = is_moe
         self.attention_norm = RmsNorm(model.d_model, model.norm_eps)

@@ -21,12 +21,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moejax import axes
 from moejax.config import LayerAttention, Network
 from moejax.kernels.attention import attention
 from moejax.model.attention import (
     AttentionContext,
-    check_heads,
     first_keys,
     make_rule,
     query_temperature,
@@ -45,7 +43,6 @@ class LatentAttention(nnx.Module):
         self.network, self.kind, self.mesh = cfg, kind, mesh
         model, mla = cfg.model, cfg.mla
         d, h, r, c = model.d_model, model.num_heads, mla.q_lora_rank, mla.kv_lora_rank
-        check_heads(model, mesh.shape[axes.TENSOR])
         self.q_a_dr = latent_matrix(rngs, d, r) if r else None
         self.q_a_norm = RmsNorm(r, mla.norm_eps) if r else None
         self.q_dhi = None if r else input_matrix(rngs, d, h * cfg.query_dim)

@@ -18,7 +18,6 @@ section 3). Each part then needs one sum over tensor at its end, and one for its
 gradient.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -228,15 +227,3 @@ def shard_batch(x: Array, mesh: Mesh) -> Array:
     """Constrain an activation's sharding: the leading (batch) dim over the batch axes,
     all others whole. The gradient has the same sharding."""
     return jax.lax.with_sharding_constraint(x, axes.sharding(mesh, axes.BATCH_AXES))
-
-
-def check_tensor(name: str, size: int, tensor: int) -> None:
-    """Raise ValueError unless `tensor`, the size of the tensor axis, divides `size`.
-
-    `name` is the size's name in the message.
-    """
-    if size % tensor:
-        raise ValueError(
-            f"{name}={size} must be divisible by Mesh.tensor={tensor}: use "
-            f"{-(-size // tensor) * tensor}, or Mesh.tensor = {math.gcd(size, tensor)}"
-        )

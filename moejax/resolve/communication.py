@@ -35,6 +35,7 @@ def choose_communication(
     where there are none, with the reasons, and where the calibration lacks a collective
     that a prediction needs.
     """
+    _achieved_compression(cfg)  # refuses a ratio that no entry fits
     schedule, scheduled = _choose_schedule(cfg, calibration, mesh)
     domain, named = _choose_domain(scheduled, calibration, mesh)
     choices = {"schedule": schedule, "domain": domain}
@@ -149,7 +150,8 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
 def _achieved_compression(cfg: Config) -> float:
     """Return the compression ratio that gathered experts reach.
 
-    It differs from the target, since blocks and entries are whole numbers.
+    It differs from the target, since blocks and entries are whole numbers. Raises
+    ValueError where not one entry fits.
     """
     from moejax.moe.weights.domains import achieved_ratio
 
@@ -158,4 +160,9 @@ def _achieved_compression(cfg: Config) -> float:
         return 1.0
     size = 3 * cfg.model.d_model * cfg.moe.d_expert // cfg.expert_shards
     size //= 1 if "data" in dispatch.group_axes else cfg.mesh.data
-    return achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
+    try:
+        return achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
+    except ValueError as error:
+        raise ValueError(
+            f"Dispatch.compression={dispatch.compression:g}: {error}"
+        ) from error

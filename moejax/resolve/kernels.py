@@ -17,7 +17,7 @@ from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import layer_products, measured_tiles
 from moejax.kernels.water_fill import choose_water_fill
-from moejax.model.attention import check_heads, make_rule
+from moejax.model.attention import make_rule
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 
@@ -34,11 +34,10 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, Choice[str]]:
 def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise NotImplementedError where Model.attention names an implementation that
     cannot compute the run's windows on the devices of the mesh. An abstract mesh that
-    names no device is not judged. Raises ValueError for heads that do not divide."""
+    names no device is not judged."""
     named, is_abstract = cfg.model.attention, isinstance(mesh, AbstractMesh)
     if named == "auto" or (is_abstract and mesh.abstract_device is None):
         return
-    check_heads(cfg.model, cfg.mesh.tensor)
     with devices_of(mesh):
         rules = attention_rules(cfg).values()
         reasons = [why_not(named, attention_arrays(cfg), rule) for rule in rules]

@@ -56,9 +56,9 @@ def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration
     """
     if cfg.balance.calibration is None:
         return presumed(dataclasses.asdict(cfg.mesh), device_kind or "any device")
-    calibration = read_calibration(_find_file(cfg.balance.calibration))
-    kind = calibration.device_kind if device_kind is None else device_kind
     with _named(cfg.balance.calibration):
+        calibration = read_calibration(_find_file(cfg.balance.calibration))
+        kind = calibration.device_kind if device_kind is None else device_kind
         check(calibration, dataclasses.asdict(cfg.mesh), kind, cfg.model.compute_dtype)
     return calibration
 

@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
-from moejax import axes
-from moejax.config import Config, Dispatch, Moe
-from moejax.model.blocks import Block
+from moejax.config import Config, Dispatch
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.layout import Topology
 from tests.support import plain_model
@@ -179,10 +176,3 @@ def test_flops_and_parameters():
     tokens_bt = np.zeros((B, cfg.data.seq_len), np.int32)
     flops = dot_flops(lambda params: plain_logits(cfg, params, tokens_bt), params)
     assert flops_per_token(cfg.network).forward * tokens_bt.size == flops
-
-
-def test_needs_a_shared_expert():
-    cfg = dataclasses.replace(SHORTCUT, moe=Moe(num_experts=4, num_shared_experts=0))
-    mesh = axes.make_mesh(Topology(), jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"Model\.block='shortcut'.*=0: use 1 or more"):
-        nnx.eval_shape(lambda: Block(cfg, True, mesh, nnx.Rngs(0)))

@@ -9,7 +9,9 @@ from tests.support.calibrations import TWO_LEVELS
 from tests.support.run_main import TOY
 from train.config import gin_reader
 
-MESH = ("Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2")
+MESH = (
+    "Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2", "Model.num_kv_heads = 2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -18,13 +20,15 @@ MESH = ("Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2")
         ({"mesh": {**TWO_LEVELS.mesh, "expert": 8}}, "measured on mesh"),
         ({"device_kind": "other"}, "measured on 'other'"),
         ({"collectives": {}}, "has no all_to_all over the 'expert' axis"),
+        (None, "there is no such file"),
     ],
 )
 def test_the_file_of_a_calibration_that_does_not_fit_is_named(
     change, problem, tmp_path
 ):
     path = tmp_path / "a.json"
-    path.write_text(dataclasses.replace(TWO_LEVELS, **change).to_json())
+    if change is not None:
+        path.write_text(dataclasses.replace(TWO_LEVELS, **change).to_json())
     cfg = gin_reader.load([TOY], [*MESH, f"Balance.calibration = '{path}'"])
-    with pytest.raises(ValueError, match=f"{path}.*{problem}"):
+    with pytest.raises(ValueError, match=f"Balance.calibration='{path}': .*{problem}"):
         make_cost_model(cfg, load_calibration(cfg, "paper"))

@@ -82,8 +82,8 @@ def check_policy(name: str) -> Policy:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of them"
         raise ValueError(
-            f"no policy {name!r} among {', '.join(POLICIES)} ('auto' is for a run "
-            f"alone): {hint}"
+            f"policy={name!r} must be one of {', '.join(POLICIES)} ('auto' is for a "
+            f"run alone): {hint}"
         )
     return POLICIES[name]
 

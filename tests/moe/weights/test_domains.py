@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from moejax.config import Model
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.domains import gather_in_domain
 from moejax.plan.layout import Layout, Topology
@@ -194,7 +195,11 @@ def init(cfg) -> None:
          ["transport='ragged' works with schedule='s1h' only", "'s1'"]),
         (lambda: Layout(4, 2, 2, 8, transport="hierarchical"),
          ["transport='hierarchical'", "the expert axis", "use Dispatch.group"]),
-        (lambda: make_layout(config(Topology(expert=8, tensor=16), 8, schedule="s1h")),
+        (lambda: make_layout(dataclasses.replace(
+             config(Topology(expert=8, tensor=4), 8, schedule="s1h"),
+             mesh=Topology(expert=8, tensor=16),
+             model=Model(num_heads=16, num_kv_heads=16),
+         )),
          ["8 tokens", "Mesh.tensor=16", "use a batch"]),
     ],
 )  # fmt: skip
