@@ -147,23 +147,27 @@ def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """Return the tokenizer that the run was trained with, or that of a published
     folder. Raises ValueError where the configured one differs from it."""
     data, identity = loaded.cfg.data, loaded.meta["data"] or {}
-    tokenizer = load_tokenizer(data.tokenizer, data.separator)
+    tokenizer = load_tokenizer(data.tokenizer, data.separator, data.end)
     tokenizer.check(loaded.cfg.model.vocab_size)
-    here = {"tokenizer_sha256": tokenizer.sha256, "separator": tokenizer.separator}
+    here = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "separator": tokenizer.separator,
+        "end": tokenizer.end,
+    }
     trained = [identity.get(name, value) for name, value in here.items()]
     if trained != list(here.values()):
         raise ValueError(
             f"Data.tokenizer='{data.tokenizer}' (sha256 {tokenizer.sha256[:12]}, "
-            f"separator {tokenizer.separator}) is not the run's, which has sha256 "
-            f"{trained[0][:12]} and separator {trained[1]}: give its path with "
-            "--gin_param \"Data.tokenizer = '...'\""
+            f"separator {tokenizer.separator}, end {tokenizer.end}) is not the run's, "
+            f"which has sha256 {trained[0][:12]}, separator {trained[1]} and end "
+            f"{trained[2]}: give its path with --gin_param \"Data.tokenizer = '...'\""
         )
     return tokenizer
 
 
 def end_ids(loaded: LoadedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of the tokens that end a text: the separator of documents, and
-    those that a published model names."""
+    """Return the ids of the tokens that end a text: the separator of documents, the
+    token that ended them in training, and those that a published model names."""
     folder = loaded.published
-    ends = () if folder is None else read_text_ids(folder).ends
-    return frozenset((tokenizer.separator, *ends))
+    ends = set() if folder is None else {*read_text_ids(folder).ends}
+    return frozenset(ends | {tokenizer.separator, tokenizer.text_end})

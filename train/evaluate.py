@@ -105,7 +105,7 @@ def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
         return rows
 
     started_sec = time.monotonic()
-    scores = score(loaded, map(counted, windows), tokenizer.separator, batch_size)
+    scores = score(loaded, map(counted, windows), tokenizer, batch_size)
     duration_sec = time.monotonic() - started_sec
     loss = scores.nats / scores.num_tokens
     record = {

@@ -130,7 +130,8 @@ def train(
         # from the first step on, because compilation has no time limit.
         with goodput.at("compile"):
             compile_begin_sec = time.monotonic()
-            for line in (*model.run.lines(), *inert_parts(cfg)):
+            tokens = from_hf.notes_on_tokens(cfg, job.corpus.tokenizer)
+            for line in (*model.run.lines(), *inert_parts(cfg), *tokens):
                 say(line)
             if line := options_line(mesh.devices.flat[0].platform):
                 say(line)

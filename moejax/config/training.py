@@ -74,6 +74,9 @@ class Data:
     separator: str | int | None = None
     """Token, or id of a token, that starts each document. None: 0x00 for bytes, else
     the tokenizer's end-of-text token."""
+    end: str | int | None = None
+    """Token, or id of a token, that the last token of a document predicts. None: the
+    separator, which is then the end of a text too."""
     text_key: str = "text"
     """Field of a JSONL record, or column of a parquet file, that holds the text."""
     documents: Literal["separate", "joined"] = "separate"

@@ -28,6 +28,11 @@ class TextIds(NamedTuple):
     ends: tuple[int, ...]
     """Ids that end a text that the model generates: eos_token_id, one or several."""
 
+    @property
+    def end(self) -> int | None:
+        """Id of the token that ends a text, where it is not that before a text."""
+        return None if self.start in self.ends else next(iter(self.ends), None)
+
 
 def read_text_ids(folder: pathlib.Path) -> TextIds:
     """Return the ids of a folder: those of generation_config.json, or else of

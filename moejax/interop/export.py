@@ -78,6 +78,7 @@ def plan_model(
     family: str | None = None,
     record: dict[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    token_ids: Mapping[str, int] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> Export:
     """Return the tensors and files of a folder. Leaves of `params` and `router_bias`
@@ -85,8 +86,9 @@ def plan_model(
 
     `record` is the config.json that the model came from, if any. Of it, keys that no
     field of ours says are kept; the others are written from `network`. `family` None is
-    that of `record`, or else the first one that can express the network. `files` are
-    others by name, such as tokenizer.json.
+    that of `record`, or else the first one that can express the network. `token_ids`
+    are those of TOKEN_IDS that are not as `record` says. `files` are others by name,
+    such as tokenizer.json; ids in a generation_config.json are replaced too.
 
     Weights are written in `dtype`, 'bfloat16' or 'float32'; biases that move the choice
     of experts always in float32.
@@ -98,6 +100,7 @@ def plan_model(
         known = ", ".join(WRITTEN_DTYPES)
         raise ValueError(f"dtype {dtype!r}: it must be one of {known}")
     chosen, config = make_config(network, family, record)
+    config |= token_ids or {}
     leaves = _leaves(chosen, network, params, router_bias)
     tensors = tree.save(chosen, network, leaves)
     specs = {}
@@ -106,11 +109,11 @@ def plan_model(
         specs[name] = WRITTEN_DTYPES[kept], view.shape
     plan = plan_folder(specs, max_shard_bytes)
     ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    written = {
-        GENERATION: _as_bytes({"_from_model_config": True, **ids}),
-        **(files or {}),
-        CONFIG: _as_bytes(config | {"torch_dtype": dtype}),
-    }
+    files = {GENERATION: _as_bytes({"_from_model_config": True, **ids})} | (files or {})
+    if token_ids:
+        generation = json.loads(files[GENERATION])
+        files[GENERATION] = _as_bytes(generation | token_ids)
+    written = files | {CONFIG: _as_bytes(config | {"torch_dtype": dtype})}
     return Export(chosen.name, dtype, plan, tensors, written)
 
 

@@ -36,10 +36,20 @@ class Batch:
     """Positions of the tokens in their documents."""
 
     @classmethod
-    def from_windows(cls, windows: Windows) -> "Batch":
-        """Return inputs and targets: all tokens but the last, all but the first."""
+    def from_windows(
+        cls, windows: Windows, ends: tuple[int, int] | None = None
+    ) -> "Batch":
+        """Return inputs and targets: all tokens but the last, all but the first.
+
+        `ends` are the separator and the token that ends a document: the last token of
+        a document predicts that, and not the separator behind it.
+        """
         token_bt, position_bt = windows.token_bt, windows.position_bt
-        return cls(token_bt[:, :-1], token_bt[:, 1:], position_bt[:, :-1])
+        targets_bt = token_bt[:, 1:]
+        if ends is not None:
+            separator, end = ends
+            targets_bt = targets_bt + (end - separator) * (targets_bt == separator)
+        return cls(token_bt[:, :-1], targets_bt, position_bt[:, :-1])
 
 
 @struct.dataclass

@@ -268,7 +268,11 @@ def test_options_that_a_family_cannot_express():
             make_config(change(base, **changes), family)
         assert message in str(error.value)
         assert "\n" not in str(error.value)
-    shortcut = change(base, model=change(base.model, block="shortcut"))
+    shortcut = change(
+        base,
+        model=change(base.model, block="shortcut"),
+        moe=change(base.moe, num_shared_experts=1),
+    )
     with pytest.raises(ValueError, match=r"written as mixtral .*; as llama4_text"):
         make_config(shortcut)
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moejax.interop.companions import read_text_ids
 from moejax.interop.published import open_model, write_model
 from tests.support.close import assert_close
 from tests.support.published_model import NUM_BYTES, write_published
@@ -231,6 +232,50 @@ def test_a_text_ends_at_each_id_of_the_folder(published):
     for folder, ids in ((published, {0, 3, 7}), (None, {7})):
         loaded = SimpleNamespace(published=folder)
         assert cli.end_ids(loaded, tokenizer) == ids
+    other = load_tokenizer(str(published / "tokenizer.json"), 7, 5)
+    assert cli.end_ids(SimpleNamespace(published=None), other) == {5, 7}
+
+
+def set_ids(folder, **ids):
+    """Replace the ids in a folder's generation_config.json; config.json has none."""
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+
+
+def test_documents_end_as_the_folder_says(published, tmp_path, capfd):
+    """A fine-tuned model ends a text with the folder's eos, not with the bos of the
+    next one, and the export names what was trained."""
+    folder, run_dir = tmp_path / "folder", tmp_path / "run"
+    shutil.copytree(published, folder)
+    set_ids(folder, bos_token_id=2, eos_token_id=3)
+    corpus = tmp_path / "texts.jsonl"
+    corpus.write_text('{"text": "a cat"}\n{"text": "a dog"}\n' * 600)
+    source = f"Model.from_hf = '{folder}'", f"Data.corpus = '{corpus}'"
+    steps = "Train.num_steps = 80", "Train.eval_every_steps = 80"
+    ended = run(run_dir, *source, *steps, gin_file=GIN)
+    assert ended.code == 0, ended.err
+    assert "note: " not in ended.out
+    ids, path = tmp_path / "ids.npy", tmp_path / "logits.npy"
+    np.save(ids, np.array([[2, *b"a cat"], [2, *b"a dog"]]))
+    mesh = "--gin_param=Mesh.data = 2", "--gin_param=Mesh.expert = 4"
+    call("tools/hf.py", "logits", run_dir, "--ids", ids, "--out", path, *mesh)
+    end_bv = np.load(path)[:, -1].astype(np.float64)
+    chance_bv = np.exp(end_bv) / np.exp(end_bv).sum(axis=-1, keepdims=True)
+    assert (chance_bv[:, 3] > 0.9).all()
+    assert (chance_bv[:, 2] < 0.01).all()
+    assert hf.main(["export", str(run_dir), "--out", str(tmp_path / "as it was")]) == 0
+    assert read_text_ids(tmp_path / "as it was") == (2, (3,))
+
+    # A bound token that the folder does not name is said at the start, and exported.
+    bound = "Data.end = 4", "Train.num_steps = 1", "Checkpoint.every_steps = 1"
+    ended = run(tmp_path / "other", *source, *bound, gin_file=GIN)
+    assert "note: texts end with token 4 (Data.end" in ended.out
+    out = tmp_path / "out"
+    capfd.readouterr()
+    assert hf.main(["export", str(tmp_path / "other"), "--out", str(out)]) == 0
+    assert "begin with token 2 and to end with 4" in capfd.readouterr().out
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((out / name).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (2, 4)
 
 
 @pytest.mark.long

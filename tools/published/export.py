@@ -20,6 +20,7 @@ from moejax.interop.companions import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     read_companions,
+    read_text_ids,
 )
 from moejax.interop.export import WRITTEN_DTYPES, Export
 from moejax.interop.published import read_architecture
@@ -52,6 +53,7 @@ def work(args: argparse.Namespace) -> dict:
         architecture = read_architecture(folder)
         record, dtype = architecture.record, architecture.dtype
     files = companions(folder, source.cfg)
+    token_ids = trained_token_ids(folder, source.cfg.data)
     start(source.cfg)
     from moejax.interop.published import write_model
     from tools.published.on_devices import as_views
@@ -72,6 +74,7 @@ def work(args: argparse.Namespace) -> dict:
             record=record,
             dtype=args.dtype or dtype,
             max_shard_bytes=int(args.max_shard_gb * 1e9),
+            token_ids=token_ids,
             files=files,
         )
     return report(args, written, loaded.step, time.monotonic() - begun_sec)
@@ -103,8 +106,7 @@ def companions(folder: pathlib.Path | None, cfg: Config) -> dict[str, bytes]:
 
     They are those of `folder`, which the run started from; a tokenizer of its own that
     differs takes the place of all files of the folder's tokenizer, but 'bytes' does
-    not; both are printed. A run from no folder has its tokenizer, and a
-    generation_config.json that says which token ends a text.
+    not; both are printed. A run from no folder has its tokenizer.
     """
     data, name = cfg.data, cfg.model.from_hf
     if folder is None:
@@ -127,22 +129,36 @@ def companions(folder: pathlib.Path | None, cfg: Config) -> dict[str, bytes]:
 
 
 def own_files(data: Data) -> dict[str, bytes]:
-    """Return the tokenizer of a run, a tokenizer_config.json which says that there is
-    nothing else to it, and a generation_config.json with the token that ends a text."""
-    tokenizer = load_tokenizer(data.tokenizer, data.separator)
+    """Return the tokenizer of a run, and a tokenizer_config.json which says that there
+    is nothing else to it."""
     content = byte_tokenizer_file()
-    if tokenizer.name != "bytes":
-        content = pathlib.Path(tokenizer.name).expanduser().read_bytes()
-    ids = {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator}
-    return {
-        TOKENIZER: content,
-        TOKENIZER_CONFIG: _as_bytes(PLAIN_TOKENIZER),
-        GENERATION: _as_bytes(ids),
-    }
+    if data.tokenizer != "bytes":
+        content = pathlib.Path(data.tokenizer).expanduser().read_bytes()
+    plain = (json.dumps(PLAIN_TOKENIZER, indent=2) + "\n").encode()
+    return {TOKENIZER: content, TOKENIZER_CONFIG: plain}
 
 
-def _as_bytes(record: dict) -> bytes:
-    return (json.dumps(record, indent=2) + "\n").encode()
+def trained_token_ids(folder: pathlib.Path | None, data: Data) -> dict[str, int]:
+    """Return the ids of the tokens that began and ended texts in training, where those
+    of `folder`, which the run started from, are others; {} where they agree.
+
+    A folder may name several ends: one of them was trained, and all stay. Of a run on
+    bytes from a folder, the folder's stay, as its tokenizer does.
+    """
+    if folder is not None and data.tokenizer == "bytes":
+        return {}
+    tokenizer = load_tokenizer(data.tokenizer, data.separator, data.end)
+    start, end = tokenizer.separator, tokenizer.text_end
+    if folder is not None:
+        theirs = read_text_ids(folder)
+        if start == theirs.start and end in theirs.ends:
+            return {}
+        print(
+            f"texts were trained to begin with token {start} and to end with {end}: "
+            f"config.json and {GENERATION} say so, where {folder} says {theirs.start} "
+            f"and {', '.join(map(str, theirs.ends)) or 'nothing'}"
+        )
+    return {"bos_token_id": start, "eos_token_id": end}
 
 
 def report(args: argparse.Namespace, written: Export, step: int, sec: float) -> dict:

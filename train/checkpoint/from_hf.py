@@ -17,13 +17,19 @@ import optax
 from moejax.config import Config
 from moejax.interop.architecture import CONFIG
 from moejax.interop.arrays import to_arrays
-from moejax.interop.companions import COMPANIONS, read_companions
+from moejax.interop.companions import (
+    COMPANIONS,
+    TOKENIZER,
+    read_companions,
+    read_text_ids,
+)
 from moejax.interop.folder import resolve
 from moejax.interop.published import PublishedModel, open_model
 from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved
 from train.checkpoint.checksum import named_leaves
 from train.config.from_hf import KEPT, folder_of, missing_tokenizer
+from train.data.tokenizer import Tokenizer
 from train.files import write_whole
 from train.launch.processes import are_several
 from train.step.state import TrainState, abstract_state, state_from
@@ -55,6 +61,40 @@ def check_folder(cfg: Config) -> str:
     if problem := missing_tokenizer(cfg):
         raise ValueError(problem)
     return sha256
+
+
+def notes_on_tokens(cfg: Config, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return a line for each part in which the tokens of a run's texts are not those of
+    the folder of Model.from_hf: the tokenizer, and the tokens around a text. None where
+    there is no such folder."""
+    name = cfg.model.from_hf
+    if name is None or not (folder_of(name) / CONFIG).exists():
+        return ()
+    folder, notes = folder_of(name), []
+    own = folder / TOKENIZER
+    if (
+        tokenizer.name == "bytes"
+        or not own.exists()
+        or (tokenizer.sha256 != hashlib.sha256(own.read_bytes()).hexdigest())
+    ):
+        return (
+            f"note: Data.tokenizer='{tokenizer.name}' is not that of {folder}, with "
+            "whose ids the weights were trained",
+        )
+    ids = read_text_ids(folder)
+    if tokenizer.separator != ids.start:
+        notes.append(
+            f"note: Data.separator begins texts with token {tokenizer.separator}, and "
+            f"{folder} with {ids.start}: the model has to learn it, and an export will "
+            "say so"
+        )
+    if tokenizer.text_end not in ids.ends:
+        notes.append(
+            f"note: texts end with token {tokenizer.text_end} (Data.end, else the "
+            f"separator), and those of {folder} with {list(ids.ends)}: the model has "
+            "to learn it, and an export will say so"
+        )
+    return tuple(notes)
 
 
 def headers_sha256(folder: pathlib.Path) -> str:

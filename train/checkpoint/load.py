@@ -227,9 +227,11 @@ def find_folder(
     }
     length = architecture.record.get("max_position_embeddings") or MAX_WINDOW
     length = min(length, MAX_WINDOW)
+    text_ids = read_text_ids(folder)
     data = Data(
         tokenizer=str(resolve_path(folder, TOKENIZER)),
-        separator=read_text_ids(folder).start,
+        separator=text_ids.start,
+        end=text_ids.end,
         seq_len=length,
     )
     train = Train(loss_chunk=math.gcd(length, Train.loss_chunk))

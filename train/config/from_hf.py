@@ -30,12 +30,12 @@ def folder_of(name: str) -> pathlib.Path:
 def fields_of_folder(name: str, bound: Set[str]) -> dict[str, Any]:
     """Return the values that a published folder gives to fields, 'Class.field': value.
 
-    They are those that its config.json decides. Data.tokenizer and Data.separator are
-    among them, for its tokenizer.json, be it there or not, unless Data.tokenizer is in
-    `bound`, the names that the user has bound. Nothing is read, and nothing returned,
-    where the folder is missing and all fields of an architecture are bound, as in the
-    config.gin of a run. Raises ValueError or OSError where config.json cannot be read,
-    and for a link that leaves the folder.
+    They are those that its config.json decides. Data.tokenizer, Data.separator and
+    Data.end are among them, for its tokenizer.json, be it there or not, unless
+    Data.tokenizer is in `bound`, the names that the user has bound. Nothing is read,
+    and nothing returned, where the folder is missing and all fields of an architecture
+    are bound, as in the config.gin of a run. Raises ValueError or OSError where
+    config.json cannot be read, and for a link that leaves the folder.
     """
     folder = folder_of(name)
     if not (folder / CONFIG).exists():
@@ -53,9 +53,10 @@ def fields_of_folder(name: str, bound: Set[str]) -> dict[str, Any]:
     }
     if "Data.tokenizer" not in bound:
         values["Data.tokenizer"] = str(resolve(folder, TOKENIZER))
-        start = read_text_ids(folder).start
-        if start is not None and "Data.separator" not in bound:
-            values["Data.separator"] = start
+        ids = read_text_ids(folder)
+        for field, token in (("Data.separator", ids.start), ("Data.end", ids.end)):
+            if token is not None and field not in bound:
+                values[field] = token
     return values
 
 

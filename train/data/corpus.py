@@ -84,7 +84,7 @@ def load_corpus(
     one line when a file is missing, damaged, different from its manifest or shorter
     than a window, or when the model lacks a token id.
     """
-    tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator)
+    tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator, cfg.end)
     tokenizer.check(vocab_size)
     sources = []
     for entry in cfg.corpora:
@@ -109,7 +109,7 @@ def load_unsplit(
 
     A corpus may be shorter than a window. Raises ValueError as load_corpus does.
     """
-    tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator)
+    tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator, cfg.end)
     tokenizer.check(vocab_size)
     streams = []
     for entry in cfg.corpora:
@@ -153,6 +153,7 @@ def identity(corpus: Corpus, cfg: Data, batch_size: int) -> dict[str, Any]:
         "weights": list(corpus.weights),
         "tokenizer_sha256": corpus.tokenizer.sha256,
         "separator": corpus.tokenizer.separator,
+        "end": corpus.tokenizer.end,
         "documents": cfg.documents,
         "held_out_every": cfg.held_out_every,
         "seed": cfg.seed,

@@ -1,8 +1,9 @@
 """Tokenizers from text to ids and back: bytes, or a Hugging Face tokenizers file.
 
-The separator is the token that starts every document. No text can forge one: names of
-special tokens within a text are encoded as plain text, and for the tokenizer 'bytes',
-readers refuse a text that holds the separator (`forbidden`).
+The separator is the token that starts every document. The last token of a document
+predicts it, or another one, the end. No text can forge either: names of special tokens
+within a text are encoded as plain text, and for the tokenizer 'bytes', readers refuse a
+text that holds the separator (`forbidden`).
 """
 
 import codecs
@@ -40,6 +41,9 @@ class Tokenizer:
     """Largest id plus 1."""
     separator: int
     """Id of the token that starts every document."""
+    end: int | None
+    """Id of the token that the last token of a document predicts; None: the
+    separator."""
     forbidden: str | None
     """String that no text may hold, or None."""
     encode_texts: Callable[[list[str]], list[np.ndarray]]
@@ -55,6 +59,17 @@ class Tokenizer:
     for these tokens; as `encode` for bytes, which have none."""
     encoder: Any = None
     """The tokenizers.Tokenizer of a tokenizers file; None for bytes."""
+
+    @property
+    def text_end(self) -> int:
+        """Id of the token that ends a text."""
+        return self.separator if self.end is None else self.end
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The separator, and the token that takes its place as a target; None: it is a
+        target itself."""
+        return None if self.end is None else (self.separator, self.end)
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids, int32 [b], without a separator."""
@@ -72,18 +87,24 @@ class Tokenizer:
             )
 
 
-def load_tokenizer(name: str, separator: str | int | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, separator: str | int | None = None, end: str | int | None = None
+) -> Tokenizer:
     """Load the tokenizer 'bytes', or one from a tokenizers file (tokenizer.json).
 
     The separator is a token or its id. If it is None, it is 0x00 for bytes, else the
-    first of END_OF_TEXT that the file has. Raises a ValueError of one line for a file
-    that is missing or damaged, and for a separator that the tokenizer lacks.
+    first of END_OF_TEXT that the file has. `end` is another token, or None. Raises a
+    ValueError of one line for a file that is missing or damaged, and for a separator or
+    an end that the tokenizer lacks.
     """
-    return (
-        _byte_tokenizer(separator)
-        if name == "bytes"
-        else _file_tokenizer(name, separator)
-    )
+    if name != "bytes":
+        return _file_tokenizer(name, separator, end)
+    if end is not None:
+        raise ValueError(
+            f"Data.end={end!r}: the tokenizer 'bytes' has no token that ends a text: "
+            "leave it out, so that the separator does"
+        )
+    return _byte_tokenizer(separator)
 
 
 class StreamDecoder(Protocol):
@@ -147,6 +168,7 @@ def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
         sha256=hashlib.sha256(b"bytes").hexdigest(),
         vocab_size=256,
         separator=separator,
+        end=None,
         forbidden=chr(separator) if separator < 0x80 else None,
         encode_texts=lambda texts: list(_encode_bytes(texts)),
         encode_long=_encode_bytes,
@@ -186,7 +208,9 @@ def _encode_bytes(texts: Iterable[str]) -> Iterator[np.ndarray]:
     return (np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts)
 
 
-def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
+def _file_tokenizer(
+    name: str, separator: str | int | None, end: str | int | None
+) -> Tokenizer:
     try:
         content = Path(name).expanduser().read_bytes()
     except OSError as error:
@@ -200,13 +224,17 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
     if not ids:
         raise ValueError(f"Data.tokenizer='{name}' has no tokens: give another file")
     separator_id = _find_separator(name, ids, separator)
-    added = encoder.get_added_tokens_decoder().get(separator_id)
-    if added is not None and not added.special:
+    end_id = None if end is None else _find_token(name, ids, "Data.end", end)
+    if end_id == separator_id:
+        end_id = None
+    added = encoder.get_added_tokens_decoder()
+    edges = {separator_id, end_id} & added.keys()
+    if not all(added[edge].special for edge in edges):
         # The library finds an added token in text unless it is special: a text that
-        # spells this one would forge a separator.
+        # spells this one would forge a separator, or an end.
         tree = json.loads(content)
         for token in tree["added_tokens"]:
-            token["special"] |= token["id"] == separator_id
+            token["special"] |= token["id"] in edges
         encoder = _parse(name, json.dumps(tree).encode())
     if getattr(encoder.model, "dropout", None) is not None:
         encoder.model.dropout = None  # it would draw the ids of a text at random
@@ -215,6 +243,7 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
         sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=max(ids.values()) + 1,
         separator=separator_id,
+        end=end_id,
         forbidden=None,
         encode_texts=functools.partial(_encode_batch, encoder),
         encode_long=functools.partial(encode_long, encoder, cut_patterns(content)),
@@ -252,19 +281,25 @@ def _find_separator(name: str, ids: dict[str, int], separator: str | int | None)
                 f"Data.tokenizer='{name}' has no token for the end of a text "
                 f"({', '.join(END_OF_TEXT)}): set Data.separator to a token or an id"
             )
-    if isinstance(separator, str):
-        if separator not in ids:
+    return _find_token(name, ids, "Data.separator", separator)
+
+
+def _find_token(name: str, ids: dict[str, int], field: str, token: str | int) -> int:
+    """Return the id of a token, or of an id itself. Raises ValueError where the
+    tokenizer lacks it."""
+    if isinstance(token, str):
+        if token not in ids:
             raise ValueError(
-                f"Data.separator='{separator}' is not a token of '{name}': give "
-                "another token, or an id"
+                f"{field}='{token}' is not a token of '{name}': give another token, or "
+                "an id"
             )
-        return ids[separator]
-    if separator not in ids.values():
+        return ids[token]
+    if token not in ids.values():
         raise ValueError(
-            f"Data.separator={separator} is not an id of '{name}', which has "
-            f"{len(ids)} ids up to {max(ids.values())}: give another"
+            f"{field}={token} is not an id of '{name}', which has {len(ids)} ids up to "
+            f"{max(ids.values())}: give another"
         )
-    return separator
+    return token
 
 
 def _encode_batch(encoder: Any, texts: list[str]) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ from moejax.config import Config
 from moejax.moe.types import Batch, Windows
 from moejax.resolve.resolved import Resolved
 from train.checkpoint.load import LoadedModel
+from train.data.tokenizer import Tokenizer
 from train.step.loss import token_nats
 from train.step.state import model_graph
 
@@ -37,7 +38,10 @@ class Score:
 
 
 def score(
-    loaded: LoadedModel, windows: Iterable[Windows], separator: int, batch_size: int
+    loaded: LoadedModel,
+    windows: Iterable[Windows],
+    tokenizer: Tokenizer,
+    batch_size: int,
 ) -> Score:
     """Score groups of windows; each window has at most seq_len + 1 tokens.
 
@@ -50,7 +54,7 @@ def score(
 
     def report(rows: Windows):
         args = jax.device_put(
-            _pad_rows(rows, separator, batch_size, cfg), batch_sharding
+            _pad_rows(rows, tokenizer, batch_size, cfg), batch_sharding
         )
         return step(loaded.params, loaded.router_bias, loaded.placement, *args)
 
@@ -102,11 +106,11 @@ def _score_step(run: Resolved, batch_size: int):
     return jax.jit(step, out_shardings=sharding(run.mesh))
 
 
-def _pad_rows(rows: Windows, separator: int, batch_size: int, cfg: Config):
+def _pad_rows(rows: Windows, tokenizer: Tokenizer, batch_size: int, cfg: Config):
     """Pad the rows to a Batch of `batch_size` rows of Data.seq_len tokens. Return it
     and the number of real targets in each row."""
     num_rows, width = rows.token_bt.shape
-    given = Batch.from_windows(rows)
+    given, separator = Batch.from_windows(rows, tokenizer.ends), tokenizer.separator
     shape = (batch_size, cfg.data.seq_len)
 
     def pad(part_bt, value: int) -> np.ndarray:

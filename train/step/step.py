@@ -46,13 +46,16 @@ class StepMetrics:
 
 class StepContext(NamedTuple):
     """Static context that a step is compiled for, beside the shapes of its arguments:
-    the run and the optimizer."""
+    the run, the optimizer and the end of documents."""
 
     run: Resolved
     optimizer: optax.GradientTransformation
     is_exact: bool = False
     """Whether later rounds carry what round 0 cannot, also where the layout's overflow
     is 'redo': the step in which a batch runs again."""
+    ends: tuple[int, int] | None = None
+    """The separator of documents, and the token that their last one predicts; None: the
+    separator (Batch.from_windows)."""
 
     @property
     def cfg(self) -> Config:
@@ -191,7 +194,7 @@ def micro_batch_loss(
     cross-entropy in nats per token, router losses and routing statistics."""
     cfg, layout = context.cfg, context.layout
     layout = layout.with_rounds if context.is_exact else layout
-    batch = Batch.from_windows(inputs.windows)
+    batch = Batch.from_windows(inputs.windows, context.ends)
     chance_le = None
     if cfg.router.kind == "recorded":
         sizes = cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k

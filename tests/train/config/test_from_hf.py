@@ -35,21 +35,24 @@ def test_config_json_decides_the_model(published):
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "start", "ends"),
+    ("config", "generation", "start", "ends", "end"),
     [
-        ({"eos_token_id": 2}, None, 2, (2,)),
-        ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [4, 5]}, 1, (4, 5)),
-        ({"text_config": {"bos_token_id": 7}}, {"eos_token_id": None}, 7, ()),
-        ({"eos_token_id": None}, None, None, ()),
+        ({"eos_token_id": 2}, None, 2, (2,), None),
+        ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [4, 5]},
+         1, (4, 5), 4),
+        ({"bos_token_id": 1, "eos_token_id": [2, 1]}, None, 1, (2, 1), None),
+        ({"text_config": {"bos_token_id": 7}}, {"eos_token_id": None}, 7, (), None),
+        ({"eos_token_id": None}, None, None, (), None),
     ],
-)
-def test_ids_around_texts(tmp_path, config, generation, start, ends):
+)  # fmt: skip
+def test_ids_around_texts(tmp_path, config, generation, start, ends, end):
     """generation_config.json wins over config.json, and a text begins with bos if there
-    is one."""
+    is one. It ends with the first eos, if none of them is the bos."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_text_ids(tmp_path) == (start, ends)
+    assert read_text_ids(tmp_path).end == end
 
 
 @pytest.mark.parametrize("wrong", ["2", -1, [1, None], 2.5, True, 2**40])

@@ -48,23 +48,37 @@ def test_no_text_forges_a_separator(bpe):
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_no_text_forges_an_added_separator(tmp_path, is_special):
-    """`add_tokens` of transformers writes "special": false. Other added tokens are
-    found in text, as the library finds them."""
+@pytest.mark.parametrize("is_end", [True, False])
+def test_no_text_forges_an_added_separator(tmp_path, is_special, is_end):
+    """`add_tokens` of transformers writes "special": false. Nor does a text forge the
+    token that ends it. Other added tokens are found in text, as the library finds
+    them."""
     tree, size = json.loads(bpe_json()), len(json.loads(bpe_json())["model"]["vocab"])
     rule = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
     for i, content in enumerate(["<|sep|>", "<|tab|>"]):
         token = {"id": size + i, "content": content} | rule
         tree["added_tokens"].append(token | {"special": is_special and i == 0})
     (tmp_path / "t.json").write_text(json.dumps(tree))
-    tokenizer = load_tokenizer(str(tmp_path / "t.json"), "<|sep|>")
-    assert tokenizer.separator == size
+    edges = ("<|endoftext|>", "<|sep|>") if is_end else ("<|sep|>", None)
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"), *edges)
+    assert tokenizer.text_end == size
+    assert (tokenizer.separator == size) != is_end
     text = "a<|sep|>b<|tab|>c"
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
     assert size not in ids
     assert size + 1 in ids
     assert size in tokenizer.encode_special(text)
+
+
+def test_an_end_that_is_the_separator_is_none(tmp_path):
+    path = str(write_bpe(tmp_path / "t.json"))
+    assert load_tokenizer(path, 9, 9).ends is None
+    assert load_tokenizer(path, 9, "a").ends == (9, load_tokenizer(path, "a").separator)
+    with pytest.raises(ValueError, match=r"Data.end='nothing' is not a token"):
+        load_tokenizer(path, 9, "nothing")
+    with pytest.raises(ValueError, match=r"Data.end=3: the tokenizer 'bytes' has no"):
+        load_tokenizer("bytes", None, 3)
 
 
 def test_special_tokens_can_be_asked_for(bpe):
