@@ -71,7 +71,7 @@ def open_model(folder: str | os.PathLike) -> PublishedModel:
     network = fields.make_network(architecture.fields)
     family = FAMILIES[architecture.family]
     opened = TensorFolder(folder)
-    source = Source(opened, family, architecture.quantization)
+    source = Source(opened, family, network, architecture.quantization)
     params, router_bias = map(tree.as_tree, tree.load(family, network, source.tensor))
-    notes = (*architecture.notes, *source.judge_rest(network, architecture.record))
+    notes = (*architecture.notes, *source.notes(architecture.record))
     return PublishedModel(architecture, network, opened, notes, params, router_bias)

@@ -2,12 +2,13 @@
 accounted for."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from moejax.config import Network
-from moejax.interop import quantized, views
+from moejax.interop import fused, quantized, views
 from moejax.interop.config_json import ConfigJson
 from moejax.interop.families import EMBEDDING, HEAD, Family
 from moejax.interop.folder import TensorFolder
@@ -15,6 +16,7 @@ from moejax.interop.strict_json import quoted
 from moejax.interop.views import View
 
 FP8, MXFP4 = "fp8", "mxfp4"
+NUMBER = re.compile(r"\.\d+(?=\.)")
 BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Names of tensors that are no weights."""
 EXTRA_BLOCKS = re.compile(r"(^|\.)mtp[._]")
@@ -44,9 +46,18 @@ def quantization(config: ConfigJson) -> str | None:
 class Source:
     """The tensors of a folder, and which of them are in use."""
 
-    def __init__(self, folder: TensorFolder, family: Family, quantized_as: str | None):
+    def __init__(
+        self,
+        folder: TensorFolder,
+        family: Family,
+        network: Network,
+        quantized_as: str | None,
+    ):
         self._folder, self._family, self._kind = folder, family, quantized_as
+        self._network = network
         self._unused = set(folder.arrays)
+        self._dtypes: dict[str, dict[str, str]] = {}
+        """A tensor of each dtype, by the name without numbers of layers and experts."""
         prefix = family.text_prefix
         self._prefix = prefix if prefix + EMBEDDING in folder.arrays else ""
 
@@ -79,9 +90,19 @@ class Source:
         return view
 
     def _view(self, name: str, shape: tuple[int, ...]) -> View:
-        view = self._folder.view(name, shape)
-        self._unused.discard(name)
-        return view
+        place = fused.place_of(name)
+        if (
+            place is None
+            or name in self._folder.arrays
+            or (place.name not in self._folder.arrays)
+        ):
+            place = fused.Place(name)
+        whole = place.whole(shape, self._network.moe.num_experts)
+        view = self._folder.view(place.name, whole)
+        self._unused.discard(place.name)
+        of_kind = self._dtypes.setdefault(NUMBER.sub(".*", place.name), {})
+        of_kind.setdefault(view.dtype.name, place.name)
+        return place.part(view)
 
     def _mxfp4(self, name: str, shape: tuple[int, ...]) -> View:
         """Return a tensor [e, in, out] of blocks [e, out, in / 32, 16]."""
@@ -98,13 +119,32 @@ class Source:
         decoded = quantized.mxfp4(blocks, scales)
         return views.transposed(decoded, (0, 2, 1))
 
-    def judge_rest(self, network: Network, record: dict[str, Any]) -> tuple[str, ...]:
-        """Return lines about tensors that are read past. Raises ValueError for one that
-        the model should not have."""
+    def notes(self, record: dict[str, Any]) -> tuple[str, ...]:
+        """Return lines about tensors whose dtype differs from layer to layer, and about
+        those that are read past. Raises ValueError for one that the model should not
+        have."""
+        return (*self._notes_on_dtypes(), *self._judge_rest(record))
+
+    def _notes_on_dtypes(self) -> Iterator[str]:
+        if self._kind is not None:
+            return  # layers of a quantised model may differ
+        for name_of in self._dtypes.values():
+            if len(name_of) > 1:
+                parts = (
+                    f"{quoted(name)} is {dtype}" for dtype, name in name_of.items()
+                )
+                yield (
+                    f"{', '.join(parts)}: all layers are read without rounding; "
+                    "tools/hf.py export rounds them to one dtype, --dtype=float32 to "
+                    "none"
+                )
+
+    def _judge_rest(self, record: dict[str, Any]) -> Iterator[str]:
         found: dict[str, list[str]] = {}
         for name in sorted(self._unused):
-            why = self._why_unused(name, network, record)
+            why = self._why_unused(name, record)
             if why is None:
+                network = self._network
                 layers, e = network.model.num_layers, network.moe.num_experts
                 raise ValueError(
                     f"{self._folder.path} has tensor {quoted(name)}, and config.json "
@@ -112,16 +152,17 @@ class Source:
                     "experts without it: they belong to different models"
                 )
             found.setdefault(why, []).append(name)
-        return tuple(
-            f"{len(names):,} tensors are read past, such as {quoted(names[0])}: {why}."
-            for why, names in found.items()
-            if why
-        )
+        for why, names in found.items():
+            if why:
+                yield (
+                    f"{len(names):,} tensors are read past, such as "
+                    f"{quoted(names[0])}: {why}."
+                )
 
-    def _why_unused(self, name: str, network: Network, record) -> str | None:
+    def _why_unused(self, name: str, record: dict[str, Any]) -> str | None:
         """Return why a tensor is not needed, "" for a reason that nobody needs to read;
         None: it should not be there."""
-        family = self._family
+        family, network = self._family, self._network
         if family.text_prefix and name.startswith(family.other_parts):
             return "they see images, and the text part alone is imported"
         name = name.removeprefix(self._prefix)

@@ -26,7 +26,9 @@ def parse_json(data: bytes, what: str) -> dict:
             data.decode(), object_pairs_hook=_as_dict, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is no JSON ({error}): download it again") from None
+        raise ValueError(
+            f"{what} is no JSON ({error}): correct or download it"
+        ) from None
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise ValueError(f"{what} is a {kind} and must be an object: download it again")

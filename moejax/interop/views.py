@@ -96,9 +96,9 @@ def cast(view: View, dtype: np.dtype) -> View:
 
 
 def stacked(views: Sequence[View]) -> View:
-    """Return views of one shape and dtype, stacked on a new first dim. Raises
-    ValueError where their shapes or dtypes differ."""
-    first = views[0]
+    """Return views of one shape, stacked on a new first dim, in the narrowest dtype
+    that holds all of their values. Raises ValueError where their shapes differ."""
+    first = _widened(views)
     for view in views:
         _check_same(first, view, first.shape, view.shape)
 
@@ -111,8 +111,9 @@ def stacked(views: Sequence[View]) -> View:
 
 def joined(views: Sequence[View], dim: int, places: Sequence[range]) -> View:
     """Return one view made of several, each at its places along a dim: one after the
-    other, or in turns. Raises ValueError where their dtypes or other dims differ."""
-    first = views[0]
+    other, or in turns; in the narrowest dtype that holds all of their values. Raises
+    ValueError where their other dims differ."""
+    first = _widened(views)
     for view in views:
         _check_same(first, view, *(_without(v.shape, dim) for v in (first, view)))
     shape = list(first.shape)
@@ -190,12 +191,26 @@ def _num_below(place: range, bound: int) -> int:
     return min(len(place), max(0, -(-(bound - place.start) // place.step)))
 
 
+def _widened(views: Sequence[View]) -> View:
+    """Return the first of some views, in the narrowest dtype that holds the values of
+    all: float32 for bfloat16 and float16."""
+    dtypes = {view.dtype for view in views}
+    if len(dtypes) == 1:
+        return views[0]
+    return cast(views[0], np.result_type(np.float32, *map(_numpy_dtype, dtypes)))
+
+
+def _numpy_dtype(dtype: np.dtype) -> np.dtype:
+    """Return a dtype whose order NumPy knows: float32 in place of bfloat16."""
+    return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype
+
+
 def _check_same(first: View, view: View, of_first, of_view) -> None:
-    if view.dtype != first.dtype or of_view != of_first:
+    if of_view != of_first:
         raise ValueError(
-            f"{view.label} is {view.dtype}{list(view.shape)}, and {first.label} is "
-            f"{first.dtype}{list(first.shape)}: they must be equal; download the "
-            "folder again"
+            f"{view.label} has shape {list(view.shape)}, and {first.label} has "
+            f"{list(first.shape)}: they must be equal, so they belong to different "
+            "models"
         )
 
 

@@ -162,14 +162,25 @@ def test_the_inverse_of_each_operation(folder):
 
 
 def test_different_tensors_are_not_put_together(folder):
-    down, fused, up = map(folder.view, ("down.0", "fused", "up.0"))
-    message = r"must be equal; download"
-    with pytest.raises(
-        ValueError, match=rf"'fused' is float32\[5, 12, 16\].*{message}"
-    ):
-        views.stacked([down, fused])
-    with pytest.raises(ValueError, match=rf"'up.0' is bfloat16.*{message}"):
-        views.joined([down, up], 0, [range(D), range(D, D + F)])
+    down, fused = map(folder.view, ("down.0", "fused"))
+    message = r"must be equal, so they belong to different models"
+    for together in (views.stacked, lambda x: views.joined(x, 0, [range(D)] * 2)):
+        with pytest.raises(
+            ValueError, match=rf"'fused' has shape \[5, 12, 16\].*{message}"
+        ):
+            together([down, fused])
+
+
+def test_views_of_several_dtypes_are_widened(folder):
+    down = folder.view("down.0")
+    narrow = views.held(np.full(down.shape, 1.5, BF16))
+    half = views.held(np.full(down.shape, 2.5, np.float16))
+    for first, second in ((down, narrow), (narrow, down), (narrow, half)):
+        both = views.stacked([first, second])
+        assert both.dtype == np.float32
+        for ours, theirs in zip(both.read(), (first.read(), second.read())):
+            assert np.array_equal(ours, theirs.astype(np.float32))
+    assert views.stacked([narrow, narrow]).dtype == BF16
 
 
 @pytest.mark.parametrize("dtypes", [("f", "f"), (BF16, BF16), (BF16, "f"), ("f", BF16)])

@@ -178,7 +178,7 @@ def _read_text(path: Path) -> Iterator[tuple[str, TextPart]]:
         try:
             yield from _parts(str(path), decoded(), raw.tell)
         except UnicodeDecodeError as error:
-            raise _record_error(str(path), f"broken UTF-8: {error.reason}") from error
+            raise _record_error(str(path), _BROKEN.format(error.reason)) from error
 
 
 def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
@@ -202,7 +202,7 @@ def _parse_line(place: str, line: bytes, text_key: str) -> str:
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
-        raise _record_error(place, f"broken UTF-8: {error.reason}") from error
+        raise _record_error(place, _BROKEN.format(error.reason)) from error
     except (ValueError, RecursionError) as error:
         raise _record_error(place, f"not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -263,7 +263,9 @@ def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
                 try:
                     text = scalar.as_py()
                 except UnicodeDecodeError as error:
-                    raise _record_error(place, "broken UTF-8") from error
+                    raise _record_error(
+                        place, _BROKEN.format("in the value")
+                    ) from error
                 except damage as error:
                     raise _parquet_error(path, f" in row {row}", error) from error
                 if text is None:
@@ -285,6 +287,7 @@ def _parts(
     yield place, TextPart(block, num_bytes(), begins)
 
 
+_BROKEN = "broken UTF-8 ({}; of another encoding: iconv -f latin1 -t utf-8)"
 _TOO_LONG = f"it is longer than {MAX_RECORD_BYTES // 2**20} MiB"
 
 

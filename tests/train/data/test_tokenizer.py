@@ -174,7 +174,7 @@ def test_separator_of_a_file(tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(bpe):
     load_tokenizer("bytes").check(256)
-    with pytest.raises(ValueError, match=r"256 ids, but Model\.vocab_size=255: set"):
+    with pytest.raises(ValueError, match=r"256 ids, but Model\.vocab_size=255: use"):
         load_tokenizer("bytes").check(255)
     with pytest.raises(ValueError, match=f"{bpe.vocab_size} ids"):
         bpe.check(256)
