@@ -126,18 +126,16 @@ class Source:
         return (*self._notes_on_dtypes(), *self._judge_rest(record))
 
     def _notes_on_dtypes(self) -> Iterator[str]:
-        if self._kind is not None:
-            return  # layers of a quantised model may differ
-        for name_of in self._dtypes.values():
-            if len(name_of) > 1:
-                parts = (
-                    f"{quoted(name)} is {dtype}" for dtype, name in name_of.items()
-                )
-                yield (
-                    f"{', '.join(parts)}: all layers are read without rounding; "
-                    "tools/hf.py export rounds them to one dtype, --dtype=float32 to "
-                    "none"
-                )
+        differing = [name_of for name_of in self._dtypes.values() if len(name_of) > 1]
+        if differing and self._kind is None:  # layers of a quantised model may differ
+            parts = (
+                f"{quoted(name)} is {dtype}" for dtype, name in differing[0].items()
+            )
+            yield (
+                f"tensors of some layers have another dtype ({', '.join(parts)}): all "
+                "are read without rounding; tools/hf.py export writes one dtype, and "
+                "with --dtype=float32 rounds none"
+            )
 
     def _judge_rest(self, record: dict[str, Any]) -> Iterator[str]:
         found: dict[str, list[str]] = {}
