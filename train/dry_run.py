@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
-from moejax.perf.stated import stated_calibration
+from moejax.perf.stated import NODE_DEVICES, stated_calibration
 from moejax.perf.target import Target
 from moejax.perf.target import load as load_target
 from moejax.perf.target import names as target_names
@@ -23,7 +23,7 @@ from moejax.resolve.fitting import find_changes
 from moejax.resolve.gather import SAFE
 from moejax.resolve.inert import inert_parts
 from moejax.resolve.memory import step_memory
-from moejax.resolve.meshes import NODE_DEVICES, RULE, propose_meshes
+from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
 from moejax.resolve.strategies import find_strategies, link_time
 from train.launch.program import usable_bytes
@@ -155,7 +155,7 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
         cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
     )
     usable = None if target is None else usable_bytes(target.memory_bytes)
-    run = resolve(cfg, mesh, usable)
+    run = resolve(cfg, mesh, usable, target)
     check_ragged(run.mesh_layout, device.platform)
     return run
 
@@ -219,7 +219,7 @@ def _show_strategies(run: Resolved, target: Target) -> list[dict]:
         except (ValueError, NotImplementedError) as fault:
             print(f"{strategy.name}: {fault}")
             continue
-        calibration = stated_calibration(target, strategy.cfg.mesh, NODE_DEVICES)
+        calibration = stated_calibration(target, strategy.cfg.mesh)
         time, total_bytes = link_time(there, calibration), sum(_memory(there).values())
         is_same = (there.layout, there.cfg.mesh) == (run.layout, run.cfg.mesh)
         row = {

@@ -61,13 +61,13 @@ class Calibration:
     compile_sec: float
     """Time to compile a train step."""
     when: str
-    """Date of the measurement, or "presumed"."""
+    """Date of the measurement, "stated" or "presumed"."""
 
     @property
-    def is_presumed(self) -> bool:
-        """Whether nothing was measured: the speeds are those of `presumed` in
-        moejax/resolve/speeds.py."""
-        return self.when == "presumed"
+    def is_measured(self) -> bool:
+        """Whether the speeds were measured, and not stated or presumed
+        (moejax/resolve/speeds.py)."""
+        return self.when not in ("stated", "presumed")
 
     def to_json(self) -> str:
         """Return the calibration as JSON."""

@@ -5,17 +5,18 @@ import dataclasses
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from moejax.axes import BATCH_AXES, MeshAxes
+from moejax.axes import BATCH_AXES, MeshAxes, devices_of
 from moejax.balance.loads import loads_by_owner
 from moejax.balance.policies import check_plan, check_policy
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
+from moejax.kernels.device import device_here
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
 from moejax.perf.calibration import cost_model
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import ITEMSIZE
 from moejax.resolve.resolved import resolve
-from moejax.resolve.speeds import presumed
+from moejax.resolve.speeds import unmeasured
 
 
 def set_up(
@@ -141,8 +142,10 @@ def make_plan(
             f"device and expert; they are {list(tokens_lwe.shape)}"
         )
     shards = 1 if layout.tensor is None else layout.tensor.expert_shards
+    with devices_of(setup.mesh):
+        calibration = unmeasured(topology, device_here().device_kind)
     cost = cost_model(
-        presumed(dataclasses.asdict(topology), "any device"),
+        calibration,
         d_model=setup.d_model,
         d_expert=setup.moe.d_expert // shards,
         itemsize=ITEMSIZE[dtype],

@@ -4,10 +4,9 @@ import dataclasses
 from typing import NamedTuple
 
 from moejax.config import Config
+from moejax.perf.stated import NODE_DEVICES
 from moejax.plan.layout import Topology
 
-NODE_DEVICES = 8
-"""GPUs of a node: all_to_all along the expert axis is fast within one."""
 RULE = (
     f"the expert axis is as wide as the experts and the {NODE_DEVICES} GPUs of a node "
     "allow, and the data axis takes the rest; then a larger batch, then a tensor axis"

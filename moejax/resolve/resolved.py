@@ -7,6 +7,7 @@ run.relaid(layout) -> Resolved    again, when the balancer changes the layout
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
@@ -17,10 +18,12 @@ from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings, find_policy
 from moejax.choice import Choice
 from moejax.config import Config
+from moejax.kernels.device import device_here
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
+from moejax.perf.target import Target, of_device
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Gather, Layout
 from moejax.resolve import gather, layouts
@@ -188,14 +191,19 @@ class Resolved:
 
     @property
     def speeds(self) -> str:
-        """Source of the cost model's speeds: measured or presumed."""
-        if self.calibration.is_presumed:
-            flops, size = self.calibration.flops_per_sec, self.cost.bytes_per_sec
-            return (
-                f"presumed, {1e-12 * flops:g} TFLOP/s and {1e-9 * size:g} GB/s per "
-                "device (Balance.calibration = None): modelled times are rough"
-            )
-        return f"measured, in {self.cfg.balance.calibration}"
+        """Source of the cost model's speeds: measured, stated or presumed."""
+        if self.calibration.is_measured:
+            return f"measured, in {self.cfg.balance.calibration}"
+        source, flops = self.calibration.when, self.calibration.flops_per_sec
+        if source == "stated":
+            source = f"those stated for {self.calibration.device_kind}"
+        rates = f"{1e-12 * flops:g} TFLOP/s of experts"
+        if math.isfinite(size := self.cost.bytes_per_sec):
+            rates += f" and {1e-9 * size:.3g} GB/s of exchange"
+        return (
+            f"{source}, {rates} per device (Balance.calibration = None): modelled "
+            "times are rough"
+        )
 
     def _answers(self) -> list[str]:
         """Return the fields of Dispatch and Balance that are None, with their values in
@@ -212,13 +220,17 @@ class Resolved:
 
 
 def resolve(
-    cfg: Config, mesh: Mesh | AbstractMesh, usable_bytes: int | None = None
+    cfg: Config,
+    mesh: Mesh | AbstractMesh,
+    usable_bytes: int | None = None,
+    target: Target | None = None,
 ) -> Resolved:
     """Return the run of a configuration, with an answer to each 'auto' and None.
 
     `mesh` has the run's devices, or is abstract where none are needed. `usable_bytes`
     are those of a device that a run may use; None: they are not known, and what could
-    be kept in them is not (Dispatch.gather). Raises
+    be kept in them is not (Dispatch.gather). `target` is the GPU whose stated rates
+    count without a calibration; None: that of the devices, if it is known. Raises
     ValueError for a calibration of another machine and for settings that contradict one
     another, and NotImplementedError for attention that the devices cannot compute; the
     message says what to do instead.
@@ -227,7 +239,9 @@ def resolve(
     check_attention(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
-    calibration = load_calibration(cfg, kind)
+    with devices_of(mesh):  # an abstract mesh may name a device
+        target = target or of_device(device_here().device_kind)
+    calibration = load_calibration(cfg, kind, target)
     policy, balanced = {}, cfg
     if cfg.balance.policy == AUTO:
         policy["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)

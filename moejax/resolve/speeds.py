@@ -1,4 +1,5 @@
-"""Speeds that a run's predictions use: those of a calibration, or presumed ones."""
+"""Speeds that a run's predictions use: those of a calibration, else the stated rates of
+its GPUs, else presumed ones."""
 
 import contextlib
 import dataclasses
@@ -11,13 +12,13 @@ from moejax.config import Config
 from moejax.model.flops import flops_per_token
 from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
 from moejax.perf.cost_model import NOTES, CostModel
-from moejax.plan.layout import ITEMSIZE
+from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, stated_calibration
+from moejax.perf.target import Target, of_device
+from moejax.plan.layout import ITEMSIZE, Topology
 
 LOOP_SEC = 20e-6
 """Presumed time for which the host waits at a loop on a GPU: a copy of the condition to
 the host, and the launches that could not be queued meanwhile. It is not measured."""
-COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-"""Names of the collectives that predictions need."""
 
 
 def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
@@ -48,14 +49,16 @@ def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:
     )
 
 
-def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration:
-    """Return the calibration of Balance.calibration, or presumed speeds without one.
+def load_calibration(
+    cfg: Config, device_kind: str | None = None, target: Target | None = None
+) -> Calibration:
+    """Return the calibration of Balance.calibration, or else `unmeasured` speeds.
 
     Raises ValueError where it was measured on another mesh, in another dtype or, if
     `device_kind` is given, on another kind of device.
     """
     if cfg.balance.calibration is None:
-        return presumed(dataclasses.asdict(cfg.mesh), device_kind or "any device")
+        return unmeasured(cfg.mesh, device_kind or "any device", target)
     with _named(cfg.balance.calibration):
         calibration = read_calibration(_find_file(cfg.balance.calibration))
         kind = calibration.device_kind if device_kind is None else device_kind
@@ -74,9 +77,19 @@ def _named(calibration: str | None) -> Iterator[None]:
         raise ValueError(f"Balance.calibration={calibration!r}: {error}") from error
 
 
+def unmeasured(
+    mesh: Topology, device_kind: str, target: Target | None = None
+) -> Calibration:
+    """Return a calibration of the rates that are stated for a target, or else for this
+    kind of device; of presumed speeds where none are stated, as for CPUs."""
+    if gpu := target or of_device(device_kind):
+        return stated_calibration(gpu, mesh)
+    return presumed(dataclasses.asdict(mesh), device_kind)
+
+
 def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
     """Return a calibration with the speeds of moejax.perf.cost_model.NOTES on every
-    mesh axis, and 30 seconds to compile."""
+    mesh axis."""
     line = {"latency_sec": 0.0, "bytes_per_sec": NOTES.bytes_per_sec, "r2": 1.0}
     return Calibration(
         device_kind=device_kind,
@@ -85,7 +98,7 @@ def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
         collectives={name: dict.fromkeys(mesh_sizes, line) for name in COLLECTIVES},
         flops_per_sec=NOTES.flops_per_sec,
         matmul_r2=1.0,
-        compile_sec=30.0,
+        compile_sec=COMPILE_SEC,
         when="presumed",
     )
 

@@ -11,6 +11,7 @@ from moejax.axes import AUTO, AXES, make_mesh
 from moejax.balance.settings import Settings
 from moejax.choice import Choice
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
+from moejax.perf import target
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
@@ -156,9 +157,29 @@ def test_a_relayout_cuts_nothing_otherwise(other, words):
 
 
 def test_presumed_speeds_make_the_cost_model():
-    run = make_run(CFG)
+    run = make_run(dataclasses.replace(CFG, balance=Balance(policy="flexmoe")))
     assert run.calibration.when == "presumed"
     assert run.cost.flops_per_sec == NOTES.flops_per_sec
+    line = "presumed, 50 TFLOP/s of experts and 12.5 GB/s of exchange per device"
+    assert line in run.lines()[-1]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_gpu_has_the_rates_that_are_stated_for_it(is_named):
+    """Of a target that the user gives, or of the kind of the devices: 400 TFLOP/s of
+    experts, and of 4 devices of one node 3/4 of an array over NVLink."""
+    gpu = target.load("h100")
+    device = AbstractDevice("cpu" if is_named else gpu.name, None, "gpu")
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(MESH.sizes, AXES, axis_types=types, abstract_device=device)
+    cfg = dataclasses.replace(CFG, balance=Balance(policy="flexmoe"))
+    run = resolve(cfg, mesh, target=gpu if is_named else None)
+    assert not run.calibration.is_measured
+    assert run.cost.flops_per_sec == 4e14
+    assert run.cost.bytes_per_sec == pytest.approx(3.5e11)
+    (line,) = (line for line in run.lines() if line.startswith("speeds"))
+    assert f"those stated for {gpu.name}, 400 TFLOP/s of experts and 350 GB/s" in line
+    assert run.cost.compile_sec == 30
 
 
 def test_settings_are_the_balance_of_the_run():

@@ -60,7 +60,7 @@ POOLS: dict[str, tuple] = {
 """Values to draw from where those of the field's type do not suit a small model."""
 KEPT = (
     "Model.from_hf", "Data.corpus", "Data.weights", "Data.tokenizer", "Data.text_key",
-    "Data.separator", "Train.run_dir", "Recorded.array",
+    "Data.separator", "Data.end", "Train.run_dir", "Recorded.array",
 )  # fmt: skip
 """Fields that only name files or what is in them, and keep their values."""
 NUMBERS: dict[type, tuple] = {

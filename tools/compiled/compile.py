@@ -117,7 +117,7 @@ def _compile(cfg, target, sizes, folder) -> CompiledStep:
     devices = target_devices(target, *sizes)
     with of_target(target):
         usable = usable_bytes(target.memory_bytes)
-        run = resolve(cfg, make_mesh(cfg.mesh, devices), usable)
+        run = resolve(cfg, make_mesh(cfg.mesh, devices), usable, target)
         context = make_model(run)
         lowered = trace_train_step(context).lower()
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}

@@ -262,7 +262,7 @@ class Balancing:
         if (decision := reply.decision) is None:
             return
         self._now = adoptions.pend(self._settings, self._now, decision)
-        are_presumed = self._job.model.run.calibration.is_presumed
+        are_presumed = not self._job.model.run.calibration.is_measured
         self.say(decision.line(are_speeds_presumed=are_presumed))
         self._decided[step] = decision.record()
         self._prepare()
