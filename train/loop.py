@@ -18,6 +18,7 @@ from moejax.resolve.inert import inert_parts
 from train.balance.balancing import Balancing
 from train.checkpoint import from_hf, identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
+from train.checkpoint.checksum import checksums
 from train.config import gin_reader
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
@@ -166,6 +167,8 @@ def train(
                 state = from_hf.first_state(
                     model.run, model.optimizer, model.layout.store, say
                 )
+        with goodput.at("compile"), during("compiling the checksums of saves"):
+            checksums(state)  # later a save would wait, while a relayout compiles
         state = balancing.begin(first + 1, state)
 
         profile = Window(

@@ -157,7 +157,7 @@ class Checkpointer:
             eval_loss = None
         record = make_record(step, describe_arrays(state), meta, eval_loss, num_skipped)
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+            state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record)
         )
         self._in_flight = save = _Save(step, needed_bytes, time.monotonic())
         try:
@@ -445,12 +445,19 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 
 
 def _new_orbax() -> ocp.AsyncCheckpointer:
-    """Return orbax's writer of the items `state` and `record`."""
+    """Return orbax's writer of the items `state` and `record`.
+
+    Of an array that several devices hold, one writes all. By default each would write a
+    slice, which XLA cuts by a program of its own for each array and device: forty in a
+    small run, and they wait while a relayout compiles.
+    """
     limits = ocp.options.AsyncOptions(timeout_secs=WEEK_SEC)
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handler = ocp.CompositeCheckpointHandler(
-        "state",
         "record",
         composite_options=ocp.CompositeOptions(async_options=limits),
+        state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
     )
     return ocp.AsyncCheckpointer(handler, async_options=limits)
 

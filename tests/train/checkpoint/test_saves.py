@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from jax._src.dispatch import BACKEND_COMPILE_EVENT
 from orbax.checkpoint._src.serialization import serialization
 
 from moejax import config
@@ -25,6 +26,7 @@ from tests.support.checkpoint_state import (
 )
 from train.checkpoint import checkpoints
 from train.checkpoint.checkpoints import CheckpointError
+from train.checkpoint.checksum import checksums
 
 KEEP_ONE = config.Checkpoint(keep_last=1, keep_best=0)
 
@@ -70,6 +72,33 @@ def test_round_trip_to_other_meshes(disk, caplog, capfd):
     assert capfd.readouterr() == ("", "")
     logging.getLogger("absl").warning("of another library")
     assert [r.message for r in caplog.records] == ["of another library"]
+
+
+@pytest.mark.slow
+def test_a_save_compiles_nothing(disk):
+    """Nor do the first save and one on several devices, once checksums were taken: a
+    program, however small, waits while a relayout compiles."""
+    mesh, compiled = build_mesh(8, 2), []
+    state = make_state(mesh, 7)
+    assert any(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
+    checksums(state)
+
+    def listen(event: str, *_, **__) -> None:
+        if event == BACKEND_COMPILE_EVENT:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3)(7.0)
+        assert len(compiled) == 1  # it listens
+        opened = disk.open()
+        opened.save(1, state, META)
+        assert opened.wait()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1
+    restored = disk.open().restore(abstract(state))
+    assert are_same_bits(restored.state, state)
 
 
 def test_a_step_is_saved_once(state, disk):
