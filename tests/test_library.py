@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.dispatch import BACKEND_COMPILE_EVENT
 from jax.sharding import AxisType
 
 import moejax
@@ -127,6 +128,33 @@ def test_any_mesh_equals_the_reference(name, policy):
     assert losses.balance >= 1.0
     assert sums.tokens_e.shape == (setup.num_batch_shards, 16)
     assert int(sums.tokens_e.sum()) == 16 * 8 * 2
+
+
+@pytest.mark.slow
+def test_a_call_outside_jit_compiles_once():
+    """Nor does its gradient compile again."""
+    setup, layer = set_up(), MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    x_btd, placement = jax.random.normal(jax.random.key(0), SHAPE), setup.place()
+    compiled = []
+
+    def listen(event: str, *_, fun_name: str = "", **__) -> None:
+        if event == BACKEND_COMPILE_EVENT and "moe_layer" in fun_name:
+            compiled.append(fun_name)
+
+    def loss(layer, x_btd):
+        return jnp.sum(layer(x_btd, placement.layer(0), setup)[0] ** 2)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for step in range(2):
+            layer(x_btd + step, placement.layer(0), setup)
+        assert len(compiled) == 1
+        nnx.grad(loss)(layer, x_btd)
+        num_compiled = len(compiled)
+        nnx.grad(loss)(layer, x_btd + 1)
+        assert len(compiled) == num_compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_gradients_travel_in_the_dtype_of_the_setup():

@@ -3,7 +3,7 @@
 The body of the layer runs on each device inside one `shard_map`.
 """
 
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -105,6 +105,7 @@ class MoeLayer(nnx.Module):
         return {name: param[...] for name, param in params.items() if param is not None}
 
 
+@partial(jax.jit, static_argnames=("setup", "experts"))
 def moe_layer(
     params: stores.ExpertWeights,
     x_btd: Float[Array, "b t d"],
@@ -133,6 +134,9 @@ def moe_layer(
     `forced_btk` replaces its choice; `slots` are the weights of all slots where they
     exist already; `experts` computes the rows of a
     device's slots (None: `swiglu`, by the layout's kernels).
+
+    It is jitted: a call outside of a jitted function compiles once for each setup,
+    `experts` and shape.
 
     Raises ValueError, one line, for shapes that do not fit the setup.
     """
