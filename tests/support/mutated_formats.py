@@ -119,7 +119,9 @@ def _calibrated():
     """Return a configuration for the mesh of TWO_LEVELS."""
     from train.config import gin_reader
 
-    sizes = ("Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2")
+    sizes = (
+        "Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2", "Model.num_kv_heads = 2",
+    )  # fmt: skip
     return gin_reader.load([ROOT / "tests" / "support" / "toy.gin"], sizes)
 
 
