@@ -210,7 +210,8 @@ def _parse_line(place: str, line: bytes, text_key: str) -> str:
         raise _record_error(place, f"the line is a {kind}, not an object")
     if text_key not in record:
         fields = one_line(", ".join(sorted(record)[:5]), 80) or "none"
-        raise _record_error(place, f"no field '{text_key}' among {fields}")
+        reason = f"no field '{text_key}' among {fields}"
+        raise _record_error(place, reason, _advice(record))
     text = record[text_key]
     if not isinstance(text, str):
         kind = type(text).__name__
@@ -221,6 +222,18 @@ def _parse_line(place: str, line: bytes, text_key: str) -> str:
         reason = f"field '{text_key}' is not valid text: {error.reason}"
         raise _record_error(place, reason) from error
     return text
+
+
+def _advice(names: Iterable[str]) -> str:
+    """Return what to do with records of these fields, among which is no text."""
+    names = set(names)
+    if (found := names & _OF_CONVERSATIONS) and "text" not in names:
+        return (
+            f"{', '.join(sorted(found))} hold conversations, which are not read: write "
+            "each as one text, as apply_chat_template(.., tokenize=False) of its "
+            "tokenizer in transformers does"
+        )
+    return "name the one with the text by Data.text_key, in tools/prepare.py --text_key"
 
 
 def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
@@ -239,8 +252,9 @@ def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
     with file:
         if schema.names.count(text_key) != 1:
             columns = one_line(", ".join(schema.names[:8]), 120)
+            advice = _advice(schema.names)
             raise ValueError(
-                f"'{path}' has no column '{text_key}' among {columns}: set text_key"
+                f"'{path}' has no column '{text_key}' among {columns}: {advice}"
             )
         type_ = schema.field(text_key).type
         value_type = type_.value_type if pa.types.is_dictionary(type_) else type_
@@ -288,13 +302,15 @@ def _parts(
 
 
 _BROKEN = "broken UTF-8 ({}; of another encoding: iconv -f latin1 -t utf-8)"
+_OF_CONVERSATIONS = {"messages", "conversations", "prompt", "completion"}
+"""Fields of records that are conversations."""
 _TOO_LONG = f"it is longer than {MAX_RECORD_BYTES // 2**20} MiB"
 
 
-def _record_error(place: str, reason: str) -> ValueError:
-    return ValueError(
-        f"'{place}' is not a document: {one_line(reason, 400)}: correct or remove it"
-    )
+def _record_error(
+    place: str, reason: str, advice: str = "correct or remove it"
+) -> ValueError:
+    return ValueError(f"'{place}' is not a document: {one_line(reason, 400)}: {advice}")
 
 
 def _parquet_error(path: Path, where: str, error: Exception) -> ValueError:
