@@ -1,7 +1,8 @@
-"""Print what a run would be: parameters, memory per device, FLOPs per token, the plan.
+"""Print what a run would be: first whether it fits a target, and how long a step is
+predicted to take there; then parameters, memory, FLOPs and the plan.
 
-With a target, print also whether the run fits there, and what would make it fit. With a
-number of devices, print the meshes that the run can have on them.
+A run that does not fit is told what would make it fit. With a number of devices, the
+meshes that the run can have on them are printed.
 """
 
 import dataclasses
@@ -25,9 +26,11 @@ from moejax.resolve.inert import inert_parts
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
+from moejax.resolve.step_time import FLOAT32, StepTime, predict
 from moejax.resolve.strategies import find_strategies, link_time
 from train.launch.program import usable_bytes
-from train.replicas import Coverage, coverage
+from train.logs.peak import peak_tflops
+from train.replicas import coverage
 from train.step.compiled import make_model
 from train.step.ragged import check_ragged
 from train.step.state import abstract_state, bytes_per_device
@@ -84,6 +87,7 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     plan = run.home_plan()
     state = _abstract_state(run)
     covered = coverage(state)
+    tokens_per_step = cfg.train.batch_size * cfg.data.seq_len
     record = {
         "params": num_params(cfg.network),
         "memory": memory,
@@ -96,14 +100,44 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
         "plan": plan.digest,
         "replicas": dataclasses.asdict(covered),
         "steps": cfg.train.num_steps,
-        "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
+        "tokens": cfg.train.num_steps * tokens_per_step,
     }
-    _print(run, record, plan)
-    _print_covered(covered)
     if target is not None:
-        record["fit"] = _say_fit(cfg, Fit(target, sum(memory.values()), usable))
+        fit = Fit(target, sum(memory.values()), usable)
+        print(f"target             {fit}")
+        time = predict(run, target.rates, memory["masters"] / FLOAT32)
+        record["step"] = _show_time(run, target, time)
+        record["fit"] = _show_changes(cfg, fit)
+    _print(run, record, plan)
+    print(f"replicas           {covered}")
+    if target is not None:
         record["strategies"] = _show_strategies(run, target)
     return record
+
+
+def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
+    """Print the predicted time of a step, and return it as a record."""
+    cfg = run.cfg
+    tok_per_sec = cfg.train.batch_size * cfg.data.seq_len / time.total
+    peak = peak_tflops(target.name)
+    mfu = None
+    if peak is not None:
+        flops = flops_per_token(cfg.network).train * tok_per_sec
+        mfu = flops / cfg.mesh.num_devices / (1e12 * peak)
+    shown = "" if mfu is None else f", {mfu:.1%} MFU"
+    print(
+        f"step               {time.total:.3g} s predicted, {tok_per_sec:,.0f} tokens/s"
+        f"{shown}, for an even load; two GPUs took 1.12 and 1.15 times as long"
+    )
+    parts, rates = dataclasses.asdict(time), target.rates
+    shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)
+    print(f"  seconds of       {shown}")
+    print(
+        f"  at stated rates  {rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
+        f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
+        f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory; no work hides an exchange"
+    )
+    return {"sec": time.total, "tok_per_sec": tok_per_sec, "mfu": mfu, "parts": parts}
 
 
 def show_meshes(cfg: Config, num_devices: int, target: Target | None = None) -> dict:
@@ -171,10 +205,9 @@ def _abstract_state(run: Resolved):
     return abstract_state(run, make_model(run).optimizer, run.layout.store)
 
 
-def _say_fit(cfg: Config, fit: Fit) -> dict:
-    """Print whether a run fits the target and, if not, what would make it fit; return
-    the same as a record."""
-    print(f"target             {fit}")
+def _show_changes(cfg: Config, fit: Fit) -> dict:
+    """Print what would make a run fit the target, if it does not; return that, and
+    whether it fits, as a record."""
     record = {
         "target": fit.target.name,
         "usable_bytes": fit.usable_bytes,
@@ -337,12 +370,3 @@ def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"
     print(f"run                {record['steps']} steps, {tokens}; nothing was run")
-
-
-def _print_covered(covered: Coverage) -> None:
-    """Print the leaves of the state that several devices hold, which a run compares,
-    and the others."""
-    print(f"replicas           {covered}")
-    for what, sizes in (("compared", covered.compared), ("once", covered.single)):
-        for name, size in sizes.items():
-            print(f"  {what:<16} {size:14,} bytes  {name}")

@@ -336,15 +336,16 @@ def look_back(cfg: Config, path: pathlib.Path, fresh: bool) -> tuple[Config, boo
 
 
 def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
-    """Print the configuration, and what a run of it, or meshes for it, would need."""
+    """Print what a run of the configuration, or meshes for it, would need, and then the
+    configuration."""
     from train.dry_run import dry_run, show_meshes
 
     gpu = find_target(cfg, args.target)
-    print_config(cfg, args, "--print_config prints all of them")
     if args.num_devices is None:
         record = dry_run(cfg, gpu)
     else:
         record = show_meshes(cfg, args.num_devices, gpu)
+    print_config(cfg, args, "--print_config prints all of them")
     emit(record, args.json)
 
 

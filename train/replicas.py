@@ -64,7 +64,7 @@ class Replicas:
         state = abstract_state(run, optimizer, balancing.layout.store)
         say(
             f"replicas  {coverage(state)}; compared every {self._every_steps} steps "
-            "and before each save (--dry_run lists them)"
+            "and before each save (--dry_run --json lists them)"
         )
 
     def is_due(self, step: int) -> bool:

@@ -1,0 +1,87 @@
+"""Predicted seconds of a train step on a GPU that need not be here, by parts.
+
+Blocks are those of the cost model, for an even load in the home placement, at the run's
+speeds. What it leaves out is added at the target's rates: the head, and the bytes of
+weights that the update and each micro-batch move. Elementwise work of activations is in
+no part: two GPUs took 1.12 and 1.15 times the prediction (docs/gpu.md).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from moejax.model.flops import flops_per_token
+from moejax.perf.rates import Rates
+from moejax.plan.layout import ITEMSIZE
+from moejax.resolve.partition import micro_batch_tokens
+from moejax.resolve.resolved import Resolved
+
+FLOAT32 = 4
+"""Bytes of a master parameter, of a gradient, and of a second moment."""
+HEAD_PASSES = 4
+"""Passes of the head: forward, its repetition for the gradient, and two products
+backward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a train step on each device, by what takes them."""
+
+    experts: float
+    exchange: float
+    """Rows that travel to experts and back, before other work hides any."""
+    copies: float
+    """Weights that travel to slots and gradients that return, as far as nothing hides
+    them."""
+    blocks: float
+    """Attention, dense parts and shared experts."""
+    head: float
+    weights: float
+    """Casts of weights and sums of their gradients in each micro-batch, and the
+    update: bytes of device memory."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(dataclasses.astuple(self))
+
+
+def predict(run: Resolved, rates: Rates, num_params: float) -> StepTime:
+    """Return the predicted time of a train step of a run. `num_params` are the
+    parameters whose masters one device holds."""
+    cfg, layout = run.cfg, run.layout
+    train, num_layers = cfg.train, cfg.model.num_moe_layers
+    rows = micro_batch_tokens(cfg) * cfg.moe.top_k * train.accumulate_steps
+    rows *= cfg.expert_shards / cfg.mesh.tensor
+    shape = num_layers, layout.num_devices, layout.num_experts
+    load_lwe = np.full(shape, rows / layout.num_experts)
+    plan, num_blocks = run.home_plan(), cfg.model.num_layers
+    parts = run.cost.step_parts(load_lwe, plan, layout, num_blocks)
+    tokens = train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices
+    head_flops = HEAD_PASSES * flops_per_token(cfg.network).head * tokens
+    moved = num_params * _bytes_per_param(run)
+    return StepTime(
+        experts=parts.experts + parts.wait,
+        exchange=parts.wires,
+        copies=parts.copies,
+        blocks=parts.blocks,
+        head=head_flops / rates.dense_flops_per_sec,
+        weights=moved / rates.hbm_bytes_per_sec,
+    )
+
+
+def _bytes_per_param(run: Resolved) -> float:
+    """Return the bytes that a step moves for each master parameter of a device.
+
+    Update: parameter and two moments are read and written, the gradient is read. In a
+    micro-batch a weight is cast once, and again where the backward pass repeats it; its
+    gradient is added to a sum.
+    """
+    cfg = run.cfg
+    width = ITEMSIZE[cfg.model.compute_dtype]
+    first_moment = ITEMSIZE[cfg.optimizer.mu_dtype]
+    update = 2 * (2 * FLOAT32 + first_moment) + FLOAT32
+    cast = FLOAT32 + width if width < FLOAT32 else 0
+    gradient = width + 2 * FLOAT32
+    micro_batch = run.cost.num_fetched * cast + gradient
+    return update + cfg.train.accumulate_steps * micro_batch

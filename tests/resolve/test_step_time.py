@@ -1,0 +1,58 @@
+"""Predicted time of a step: parts by hand, and the GPUs that have run one."""
+
+import pytest
+
+from moejax.config import Config, Model, Moe, Optimizer, Train
+from moejax.perf import target
+from moejax.plan.layout import Topology
+from tests.support.run_main import ROOT
+from train.config import gin_reader
+from train.dry_run import dry_run
+
+H100 = target.load("h100")
+CFG = Config(
+    mesh=Topology(expert=4),
+    model=Model(
+        vocab_size=1000, d_model=64, num_layers=2, compute_dtype="bfloat16",
+        remat="full",
+    ),
+    moe=Moe(num_experts=8, top_k=2, d_expert=32),
+    optimizer=Optimizer(mu_dtype="bfloat16"),
+    train=Train(batch_size=16, accumulate_steps=2),
+)  # fmt: skip
+TOKENS = 16 * 256 / 4
+"""Tokens of a device in a step."""
+
+
+def test_parts_by_hand(capsys):
+    record = dry_run(CFG, H100)
+    parts, rates = record["step"]["parts"], H100.rates
+    # Two choices of three matrices 64 x 32, in two layers; four passes with remat.
+    expert_flops = 4 * TOKENS * 2 * 2 * 2 * 3 * 64 * 32
+    assert parts["experts"] == pytest.approx(expert_flops / rates.grouped_flops_per_sec)
+    head_flops = 4 * TOKENS * 2 * 64 * 1000
+    assert parts["head"] == pytest.approx(head_flops / rates.dense_flops_per_sec)
+    # Update: 2 x (4 + 4 + 2) bytes and the gradient. Micro-batch: two casts, one sum.
+    num_params = record["memory"]["masters"] / 4
+    num_bytes = (2 * 10 + 4 + 2 * (2 * 6 + 10)) * num_params
+    assert parts["weights"] == pytest.approx(num_bytes / rates.hbm_bytes_per_sec)
+    assert record["step"]["sec"] == pytest.approx(sum(parts.values()))
+    assert record["step"]["tok_per_sec"] == pytest.approx(
+        16 * 256 / record["step"]["sec"]
+    )
+    target_line, step_line = capsys.readouterr().out.splitlines()[:2]
+    assert "fits, and" in target_line
+    assert f"{record['step']['mfu']:.1%} MFU" in step_line
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "measured_sec", "ratio"),
+    [("h100", 8, 0.3468, 1.15), ("h200", 16, 0.5807, 1.12)],
+)
+def test_gpus_took_as_long_as_the_dry_run_says(name, num_layers, measured_sec, ratio):
+    """The measured steps of docs/gpu.md, and the ratios that the dry run prints."""
+    cfg = gin_reader.load(
+        [ROOT / "tools/gpu/olmoe.gin"], [f"Model.num_layers = {num_layers}"]
+    )
+    predicted_sec = dry_run(cfg, target.load(name))["step"]["sec"]
+    assert measured_sec / predicted_sec == pytest.approx(ratio, abs=0.005)
