@@ -171,7 +171,8 @@ def decide(
     if not accepted:
         if state.tracker.is_settled:
             state = dataclasses.replace(state, last_keep_step=step)
-        return state, _keep(settings, question, proposals, step)
+        barred = _barred(settings, state, step)
+        return state, _keep(settings, question, proposals, step, barred)
     best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
     chosen = best
     if not state.is_relayout_due:
@@ -223,6 +224,27 @@ def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool
     may_swap = is_ahead and _has_cooled(settings, last_swap_step, step)
     may_relayout = waits is None and _has_cooled(settings, last_change_step, step)
     return state.is_active and may_swap, may_relayout and _is_in_time(settings, step)
+
+
+def _barred(settings: Settings, state: State, step: int) -> str | None:
+    """Return why no relayout for an uneven load can be decided at `step`; None where
+    one can."""
+    if state.relayout is not None:
+        return f"a relayout is pending for step {state.relayout.adopt_step}"
+    if not _is_in_time(settings, step):
+        adopt_step = step + settings.relayout_lag_steps
+        return (
+            f"a relayout would be adopted at step {adopt_step}, after the last, "
+            f"{settings.num_steps}"
+        )
+    since_step = state.last_change_step
+    if state.swaps:
+        since_step = state.swaps[-1].adopt_step
+    if not _has_cooled(settings, since_step, step):
+        return f"no relayout before step {since_step + settings.cooldown_steps}"
+    if not state.tracker.is_settled:
+        return "no relayout before loads were seen for a half life"
+    return None
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
@@ -316,14 +338,21 @@ def _is_misfit(state: State) -> bool:
 
 
 def _keep(
-    settings: Settings, question: Question, proposals: list[Candidate], step: int
+    settings: Settings,
+    question: Question,
+    proposals: list[Candidate],
+    step: int,
+    barred: str | None = None,
 ) -> Decision:
-    """Return the decision to change nothing, and why the best proposal does not pay."""
+    """Return the decision to change nothing, and why the best proposal does not pay.
+    `barred` is why no relayout is among the proposals; None: it may be."""
     why = "no plan for this layout is cheaper"
     if proposals:
         best = max(proposals, key=lambda c: c.gain_sec)
         kind = "swap" if best.layout == question.layout else "relayout"
         why = f"{kind} {candidates.objection(question, best)} (modelled)"
+    if barred is not None:
+        why += f", and {barred}"
     plan, layout, ratio = question.plan, question.layout, question.ratio
     today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0)
     return _decision(settings, question, today, step, why)

@@ -135,6 +135,23 @@ def test_a_relayout_is_begun_only_if_the_run_adopts_it(spare_steps):
     assert [(d.step, d.adopt_step) for d in run.changes()] == (
         [] if spare_steps else [(5, 16)]
     )
+    *_, last_keep = (d for d in run.decisions if d.kind == "keep")
+    assert last_keep.why.endswith(
+        "and a relayout would be adopted at step 16, after the last, 15"
+        if spare_steps
+        else "and a relayout is pending for step 16"
+    )
+
+
+def test_a_kept_plan_says_that_a_relayout_cools_or_waits():
+    state = controller.init(settings(), LAYOUT, ExpertPlan.home_in(LAYOUT, L), L)
+    cooling = dataclasses.replace(state, last_change_step=7)
+    assert controller._barred(settings(), cooling, 10) == "no relayout before step 27"
+    layout = dataclasses.replace(LAYOUT, slots_per_device=2)
+    run = BalancedRun.start(settings(relayout_lag_steps=11), layout=layout)
+    run.go(range(6), lambda step: hot(0, 0.5))
+    barred = controller._barred(settings(), run.state, 6)
+    assert barred == "a relayout is pending for step 16"
 
 
 def test_only_stores_that_the_settings_allow_are_considered():

@@ -86,7 +86,10 @@ def test_a_kept_plan_says_why():
     )
     early, late = run.decisions
     head = f"keep {early.digest_before}  spread  device max/mean 2.29  "
-    assert early.line() == f"step 0  {head}no plan for this layout is cheaper"
+    assert early.line() == (
+        f"step 0  {head}no plan for this layout is cheaper, and no relayout before "
+        "loads were seen for a half life"
+    )
     assert late.line() == (
         f"step 5  {head}relayout saves 5.8 s/step, too little in 500 steps for 10000 s "
         "(modelled)"
