@@ -70,9 +70,10 @@ class MeshAxes:
         for role in AXES:
             name = self.axis(role)
             if name is not None and name not in mesh.axis_names:
+                rest = dataclasses.replace(self, **{role: None})
                 raise ValueError(
                     f"{has} and none named {name!r}: say which one has the role "
-                    f"{role}, as MeshAxes({role}={mesh.axis_names[-1]!r})"
+                    f"{role}, as {rest._completed(mesh)}"
                 )
             if name is not None and names.count(name) > 1:
                 raise ValueError(f"{has}, and {name!r} has two roles in {self}")
@@ -80,10 +81,19 @@ class MeshAxes:
             if size > 1 and name not in names:
                 raise ValueError(
                     f"{has}, and {name!r} ({size} devices) has no role among "
-                    f"{', '.join(AXES)}: give it one, as MeshAxes(data={name!r})"
+                    f"{', '.join(AXES)}: give it one, as {self._completed(mesh)}"
                 )
         sizes = (mesh.shape[n] if n else 1 for n in map(self.axis, AXES))
         return Topology(*sizes)
+
+    def _completed(self, mesh: Mesh | AbstractMesh) -> str:
+        """Return the call that gives the mesh's other axes the roles that are free."""
+        roles = {r: self.axis(r) for r in AXES if self.axis(r) in mesh.axis_names}
+        free = [r for r in (EXPERT, DATA, TENSOR, DC) if r not in roles]
+        others = [name for name in mesh.axis_names if name not in roles.values()]
+        roles |= zip(free, reversed(others))
+        named = ", ".join(f"{r}={roles[r]!r}" for r in AXES if r in roles)
+        return f"MeshAxes({named})"
 
 
 OWN_NAMES = MeshAxes(*AXES)

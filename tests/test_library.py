@@ -238,17 +238,33 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(name):
     assert_one_line(error, words)
 
 
+def test_arguments_in_another_order_are_refused_in_one_line():
+    setup, layer = set_up(), MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    x_btd, placement = jnp.zeros(SHAPE), setup.place().layer(0)
+    for wrong in ((placement, x_btd, setup), (x_btd, setup, placement)):
+        with pytest.raises(ValueError) as error:
+            layer(*wrong)
+        assert_one_line(error, ["takes an array, a Placement and a LayerSetup"])
+    with pytest.raises(ValueError) as error:
+        moejax.set_up(make_mesh(), MOE, SHAPE)
+    assert_one_line(error, ["a Moe and a Mesh first, and got Mesh and Moe"])
+
+
 BAD_SETUPS = {
     "no axis of that name": ({"axes": MeshAxes(expert="model")}, ["'model'", "batch"]),
     "an axis without a role": (
         {"axes": MeshAxes(expert="ep")},
-        ["'batch' (2 devices)", "MeshAxes(data='batch')"],
+        ["'batch' (2 devices)", "MeshAxes(data='batch', expert='ep')"],
     ),
     "one axis, two roles": (
         {"axes": MeshAxes(data="ep", expert="ep")},
         ["'ep' has two roles"],
     ),
-    "names that are no roles": ({"axes": None}, ["'batch' (2 devices)", "no role"]),
+    "names that are no roles": (
+        {"axes": None},
+        ["'batch' (2 devices)", "no role", "MeshAxes(data='batch', expert='ep')"],
+    ),
+    "the policy of a run": ({"policy": "auto"}, ["policy='auto'", "for a run alone"]),
     "a batch that does not divide": (
         {"shape": (12, 8, 32)},
         ["12 sequences", "8 devices"],

@@ -80,7 +80,14 @@ class MoeLayer(nnx.Module):
         **options,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Compute the layer by `moe_layer`, with this layer's parameters; `options` are
-        passed on."""
+        passed on. Raises ValueError for arguments in another order."""
+        is_placed = isinstance(placement, Placement)
+        if not is_placed or not isinstance(setup, LayerSetup):
+            given = (type(value).__name__ for value in (x_btd, placement, setup))
+            raise ValueError(
+                "a call takes an array, a Placement and a LayerSetup, and got "
+                f"{', '.join(given)}: layer(x_btd, setup.place(plan).layer(0), setup)"
+            )
         return moe_layer(self.params(), x_btd, placement, setup, **options)
 
     def params(self) -> stores.ExpertWeights:

@@ -52,6 +52,10 @@ def set_up(
     axis, for a batch that does not divide over the mesh, and for what does not go
     together; NotImplementedError for what the mesh's devices cannot run.
     """
+    if not isinstance(moe, Moe) or not isinstance(mesh, Mesh | AbstractMesh):
+        given = f"{type(moe).__name__} and {type(mesh).__name__}"
+        raise ValueError(f"set_up takes a Moe and a Mesh first, and got {given}")
+    check_policy(policy)
     if len(batch_shape) != 3:
         raise ValueError(
             f"batch_shape={batch_shape} must be (batch, length, width) of the input"
