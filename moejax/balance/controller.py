@@ -217,12 +217,11 @@ def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool
     if not _has_cooled(settings, state.last_keep_step, step):
         return False, False
     waits, last_swap_step = state.relayout, state.last_swap_step
-    last_change_step = state.last_change_step
     if state.swaps:
-        last_swap_step = last_change_step = state.swaps[-1].adopt_step
+        last_swap_step = state.swaps[-1].adopt_step
     is_ahead = waits is None or step + settings.lag_steps < waits.adopt_step
     may_swap = is_ahead and _has_cooled(settings, last_swap_step, step)
-    may_relayout = waits is None and _has_cooled(settings, last_change_step, step)
+    may_relayout = waits is None and _has_cooled(settings, _last_change(state), step)
     return state.is_active and may_swap, may_relayout and _is_in_time(settings, step)
 
 
@@ -237,14 +236,16 @@ def _barred(settings: Settings, state: State, step: int) -> str | None:
             f"a relayout would be adopted at step {adopt_step}, after the last, "
             f"{settings.num_steps}"
         )
-    since_step = state.last_change_step
-    if state.swaps:
-        since_step = state.swaps[-1].adopt_step
-    if not _has_cooled(settings, since_step, step):
+    if not _has_cooled(settings, since_step := _last_change(state), step):
         return f"no relayout before step {since_step + settings.cooldown_steps}"
     if not state.tracker.is_settled:
         return "no relayout before loads were seen for a half life"
     return None
+
+
+def _last_change(state: State) -> int | None:
+    """Return the step of the last adoption, which may be that of a swap to come."""
+    return state.swaps[-1].adopt_step if state.swaps else state.last_change_step
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:

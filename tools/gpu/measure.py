@@ -285,23 +285,17 @@ def run_trainer(args, corpus: pathlib.Path, attention: str, runs: list[dict]) ->
         done = subprocess.run(
             words, env=env, capture_output=True, text=True, check=False
         )
-        lines, error = done.stdout.splitlines(), done.stderr.strip().rpartition("\n")
-        runs.append(
-            {
-                "attention": attention,
-                "run": name,
-                "steps": steps,
-                "sec": round(time.perf_counter() - begin_sec, 1),
-                "digest": json.loads(lines[-1])["digest"]
-                if not done.returncode
-                else "",
-                "failed": f"code {done.returncode}: {error[2]}"
-                if done.returncode
-                else "",
-            }
-        )
+        record = {"attention": attention, "run": name, "steps": steps}
+        record["sec"] = round(time.perf_counter() - begin_sec, 1)
+        if done.returncode == 0:
+            summary = json.loads(done.stdout.splitlines()[-1])
+            record |= {"digest": summary["digest"], "failed": ""}
+        else:
+            line = done.stderr.strip().rpartition("\n")[2]
+            record |= {"digest": "", "failed": f"code {done.returncode}: {line}"}
+        runs.append(record)
         write_whole(args.out, json.dumps({"runs": runs}))
-        if done.returncode:
+        if record["failed"]:
             return
 
 
