@@ -247,8 +247,8 @@ def _add_dry_run(add: Callable) -> None:
     add(
         "--dry_run",
         action="store_true",
-        help="print parameters, bytes per device, FLOPs per token and the plan, and "
-        "run nothing (default: train)",
+        help="print whether the run fits, the predicted time of a step, parameters, "
+        "bytes per device and the plan, and run nothing (default: train)",
     )
     add(
         "--num_devices",
