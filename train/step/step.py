@@ -36,6 +36,7 @@ class StepMetrics:
     router: RouterLosses
     grad_norm: jax.Array
     learning_rate: jax.Array
+    """Rate of this update. An update that is skipped does not advance the schedule."""
     is_skipped: jax.Array
     skipped_in_a_row: jax.Array
     routing: RoutingStats
@@ -260,7 +261,9 @@ def _update(context: StepContext, state: TrainState, grads, total_a, aux):
         total_loss=jnp.mean(total_a),
         router=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router_a),
         grad_norm=grad_norm,
-        learning_rate=learning_rate(cfg.optimizer, cfg.train.num_steps)(state.step),
+        learning_rate=learning_rate(cfg.optimizer, cfg.train.num_steps)(
+            _num_updates(state)
+        ),
         is_skipped=~is_finite,
         skipped_in_a_row=skipped_in_a_row,
         routing=stats,
@@ -275,6 +278,13 @@ def _update(context: StepContext, state: TrainState, grads, total_a, aux):
         tracked=state.tracked,
     )
     return with_tracked(state, context.run), metrics
+
+
+def _num_updates(state: TrainState) -> jax.Array:
+    """Return the number of updates that were made, by which the optimizer's schedule
+    goes; the number of steps where an optimizer keeps no count."""
+    counts = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")
+    return counts[-1][1] if counts else state.step
 
 
 def _merge_stats(stats: RoutingStats) -> RoutingStats:

@@ -2,10 +2,12 @@
 bfloat16, and how the state lies on devices."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +29,7 @@ from tests.support.steps import (
 from train.step.compiled import on_devices
 from train.step.optimizer import is_decayed, learning_rate, make_optimizer
 from train.step.state import abstract_state, init_state
+from train.step.step import _num_updates
 
 CFG = configure(
     model={"num_layers": 3, "first_k_dense": 1, "d_ff": 256, "qk_norm": "head"},
@@ -145,3 +148,20 @@ def test_a_bfloat16_moment_is_rounded_once_an_update():
         assert state[1].mu["w"].dtype == jnp.bfloat16
         assert_close(state[1].mu["w"], mu)
         assert state[1].nu["w"].dtype == jnp.float32
+
+
+def test_the_rate_that_is_logged_is_that_of_the_update():
+    """A skipped update leaves the optimizer's count, and so its schedule, where it was.
+    The size of an update of Adam's first step is the rate."""
+    cfg = Optimizer(warmup_steps=4, weight_decay=0.0, clip_norm=0.0)
+    optimizer, params = make_optimizer(cfg, 10), {"w": jnp.zeros(3)}
+    opt_state, logged = optimizer.init(params), []
+    for step in range(5):
+        state = SimpleNamespace(step=step, opt_state=opt_state)
+        logged.append(float(learning_rate(cfg, 10)(_num_updates(state))))
+        updates, after = optimizer.update({"w": jnp.ones(3)}, opt_state, params)
+        np.testing.assert_allclose(-updates["w"], logged[-1], rtol=1e-4)
+        opt_state = opt_state if step == 1 else after
+    assert logged[1] == logged[2] < logged[3] < logged[4]
+    plain = SimpleNamespace(step=7, opt_state=optax.sgd(0.1).init(params))
+    assert _num_updates(plain) == 7
