@@ -133,7 +133,7 @@ def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
     shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)
     print(f"  seconds of       {shown}")
     print(
-        f"  at stated rates  {rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
+        f"  at               {rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
         f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
         f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory; no work hides an exchange"
     )
