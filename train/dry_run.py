@@ -119,15 +119,18 @@ def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
     """Print the predicted time of a step, and return it as a record."""
     cfg = run.cfg
     tok_per_sec = cfg.train.batch_size * cfg.data.seq_len / time.total
-    peak = peak_tflops(target.name)
-    mfu = None
+    is_wide = cfg.model.compute_dtype == "float32"
+    peak, mfu = None if is_wide else peak_tflops(target.name), None
     if peak is not None:
         flops = flops_per_token(cfg.network).train * tok_per_sec
         mfu = flops / cfg.mesh.num_devices / (1e12 * peak)
     shown = "" if mfu is None else f", {mfu:.1%} MFU"
+    beside = "two GPUs took 1.12 and 1.15 times as long"
+    if is_wide:
+        beside = "products of float32 take several times as long as these of bfloat16"
     print(
         f"step               {time.total:.3g} s predicted, {tok_per_sec:,.0f} tokens/s"
-        f"{shown}, for an even load; two GPUs took 1.12 and 1.15 times as long"
+        f"{shown}, for an even load; {beside}"
     )
     parts, rates = dataclasses.asdict(time), target.rates
     shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)

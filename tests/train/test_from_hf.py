@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moejax.config import Data
 from moejax.interop.companions import read_text_ids
 from moejax.interop.published import open_model, write_model
 from tests.support.close import assert_close
@@ -26,6 +27,7 @@ from tests.support.run_main import (
 )
 from tests.support.workers import run_workers
 from tools import hf
+from tools.published.export import trained_token_ids
 from train import cli, evaluate, generate
 from train.checkpoint.load import find_checkpoints
 from train.data.tokenizer import load_tokenizer
@@ -275,7 +277,12 @@ def test_documents_end_as_the_folder_says(published, tmp_path, capfd):
     assert "begin with token 2 and to end with 4" in capfd.readouterr().out
     for name in ("config.json", "generation_config.json"):
         written = json.loads((out / name).read_text())
-        assert (written["bos_token_id"], written["eos_token_id"]) == (2, 4)
+        assert written["eos_token_id"] == 4
+    assert read_text_ids(out) == (2, (4,))
+    name = str(folder / "tokenizer.json")
+    other = Data(tokenizer=name, separator=7, end=3)
+    assert trained_token_ids(folder, other) == {"bos_token_id": 7}
+    assert trained_token_ids(None, other) == {"bos_token_id": 7, "eos_token_id": 3}
 
 
 @pytest.mark.long

@@ -149,16 +149,21 @@ def trained_token_ids(folder: pathlib.Path | None, data: Data) -> dict[str, int]
         return {}
     tokenizer = load_tokenizer(data.tokenizer, data.separator, data.end)
     start, end = tokenizer.separator, tokenizer.text_end
-    if folder is not None:
-        theirs = read_text_ids(folder)
-        if start == theirs.start and end in theirs.ends:
-            return {}
+    ids = {"bos_token_id": start, "eos_token_id": end}
+    if folder is None:
+        return ids
+    theirs = read_text_ids(folder)
+    if start == theirs.start:
+        del ids["bos_token_id"]
+    if end in theirs.ends:
+        del ids["eos_token_id"]
+    if ids:
         print(
             f"texts were trained to begin with token {start} and to end with {end}: "
             f"config.json and {GENERATION} say so, where {folder} says {theirs.start} "
             f"and {', '.join(map(str, theirs.ends)) or 'nothing'}"
         )
-    return {"bos_token_id": start, "eos_token_id": end}
+    return ids
 
 
 def report(args: argparse.Namespace, written: Export, step: int, sec: float) -> dict:

@@ -171,7 +171,7 @@ def check_identity(saved: dict[str, Any] | None, current: dict[str, Any]) -> Non
     if saved is None:
         return
     differences = [
-        f"{name} was {saved.get(name)}, is {current.get(name)}"
+        f"{_field(name)} was {saved.get(name)}, is {current.get(name)}"
         for name in dict.fromkeys([*saved, *current])
         if saved.get(name) != current.get(name)
     ]
@@ -182,6 +182,11 @@ def check_identity(saved: dict[str, Any] | None, current: dict[str, Any]) -> Non
             f"the checkpoint was trained on other data: {'; '.join(differences)}: "
             "restore the old data and settings, or use another run directory"
         )
+
+
+def _field(name: str) -> str:
+    """Return a name of `identity`, as the configuration has it if it is a field."""
+    return f"Data.{name}" if name in Data.__dataclass_fields__ else name
 
 
 def _open(

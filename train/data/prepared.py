@@ -97,8 +97,7 @@ def prepare_cached(
     The cache can be removed at any time.
     """
     stamps = [file_stamp(path) for path in files]
-    key = [FORMAT, tokenizer.sha256, tokenizer.separator, tokenizer.end]
-    key += [text_key, stamps]
+    key = [FORMAT, tokenizer.sha256, tokenizer.separator, text_key, stamps]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     root = os.environ.get("MOEJAX_CACHE_DIR")
     beside = Path(__file__).resolve().parents[2] / ".cache" / "data"

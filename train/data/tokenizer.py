@@ -1,9 +1,9 @@
 """Tokenizers from text to ids and back: bytes, or a Hugging Face tokenizers file.
 
 The separator is the token that starts every document. The last token of a document
-predicts it, or another one, the end. No text can forge either: names of special tokens
-within a text are encoded as plain text, and for the tokenizer 'bytes', readers refuse a
-text that holds the separator (`forbidden`).
+predicts it, or another one, the end. No text can forge a separator: names of special
+tokens within a text are encoded as plain text, and for the tokenizer 'bytes', readers
+refuse a text that holds the separator (`forbidden`).
 """
 
 import codecs
@@ -227,14 +227,13 @@ def _file_tokenizer(
     end_id = None if end is None else _find_token(name, ids, "Data.end", end)
     if end_id == separator_id:
         end_id = None
-    added = encoder.get_added_tokens_decoder()
-    edges = {separator_id, end_id} & added.keys()
-    if not all(added[edge].special for edge in edges):
+    added = encoder.get_added_tokens_decoder().get(separator_id)
+    if added is not None and not added.special:
         # The library finds an added token in text unless it is special: a text that
-        # spells this one would forge a separator, or an end.
+        # spells this one would forge a separator.
         tree = json.loads(content)
         for token in tree["added_tokens"]:
-            token["special"] |= token["id"] in edges
+            token["special"] |= token["id"] == separator_id
         encoder = _parse(name, json.dumps(tree).encode())
     if getattr(encoder.model, "dropout", None) is not None:
         encoder.model.dropout = None  # it would draw the ids of a text at random

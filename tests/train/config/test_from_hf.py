@@ -31,7 +31,9 @@ def test_config_json_decides_the_model(published):
         assert getattr(cfg.model, name) == getattr(CONFIG.model, name)
     assert (cfg.model.remat, cfg.router.balance_loss) == ("full", 0.5)
     assert cfg.data.tokenizer == str(published / "tokenizer.json")
-    assert cfg.data.separator == 0
+    assert (cfg.data.separator, cfg.data.end) == (0, None)
+    cfg = from_hf(published, "Data.separator = 7")
+    assert (cfg.data.separator, cfg.data.end) == (7, 0)
 
 
 @pytest.mark.parametrize(

@@ -48,21 +48,17 @@ def test_no_text_forges_a_separator(bpe):
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize("is_end", [True, False])
-def test_no_text_forges_an_added_separator(tmp_path, is_special, is_end):
-    """`add_tokens` of transformers writes "special": false. Nor does a text forge the
-    token that ends it. Other added tokens are found in text, as the library finds
-    them."""
+def test_no_text_forges_an_added_separator(tmp_path, is_special):
+    """`add_tokens` of transformers writes "special": false. Other added tokens are
+    found in text, as the library finds them."""
     tree, size = json.loads(bpe_json()), len(json.loads(bpe_json())["model"]["vocab"])
     rule = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
     for i, content in enumerate(["<|sep|>", "<|tab|>"]):
         token = {"id": size + i, "content": content} | rule
         tree["added_tokens"].append(token | {"special": is_special and i == 0})
     (tmp_path / "t.json").write_text(json.dumps(tree))
-    edges = ("<|endoftext|>", "<|sep|>") if is_end else ("<|sep|>", None)
-    tokenizer = load_tokenizer(str(tmp_path / "t.json"), *edges)
-    assert tokenizer.text_end == size
-    assert (tokenizer.separator == size) != is_end
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"), "<|sep|>")
+    assert tokenizer.separator == size
     text = "a<|sep|>b<|tab|>c"
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
