@@ -26,10 +26,10 @@ from moejax.resolve.inert import inert_parts
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
-from moejax.resolve.step_time import FLOAT32, StepTime, predict
+from moejax.resolve.step_time import StepTime, predict
 from moejax.resolve.strategies import find_strategies, link_time
 from train.launch.program import usable_bytes
-from train.logs.peak import peak_tflops
+from train.logs.peak import speed
 from train.replicas import coverage
 from train.step.compiled import make_model
 from train.step.ragged import check_ragged
@@ -87,7 +87,6 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     plan = run.home_plan()
     state = _abstract_state(run)
     covered = coverage(state)
-    tokens_per_step = cfg.train.batch_size * cfg.data.seq_len
     record = {
         "params": num_params(cfg.network),
         "memory": memory,
@@ -100,12 +99,12 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
         "plan": plan.digest,
         "replicas": dataclasses.asdict(covered),
         "steps": cfg.train.num_steps,
-        "tokens": cfg.train.num_steps * tokens_per_step,
+        "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
     }
     if target is not None:
         fit = Fit(target, sum(memory.values()), usable)
         print(f"target             {fit}")
-        time = predict(run, target.rates, memory["masters"] / FLOAT32)
+        time = predict(run, target.rates, memory["masters"])
         record["step"] = _show_time(run, target, time)
         record["fit"] = _show_changes(cfg, fit)
     _print(run, record, plan)
@@ -117,22 +116,17 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
 
 def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
     """Print the predicted time of a step, and return it as a record."""
-    cfg = run.cfg
-    tok_per_sec = cfg.train.batch_size * cfg.data.seq_len / time.total
-    is_wide = cfg.model.compute_dtype == "float32"
-    peak, mfu = None if is_wide else peak_tflops(target.name), None
-    if peak is not None:
-        flops = flops_per_token(cfg.network).train * tok_per_sec
-        mfu = flops / cfg.mesh.num_devices / (1e12 * peak)
-    shown = "" if mfu is None else f", {mfu:.1%} MFU"
+    cfg, rates, parts = run.cfg, target.rates, dataclasses.asdict(time)
+    record = {"sec": time.total, "parts": parts} | speed(cfg, time.total, target.name)
     beside = "two GPUs took 1.12 and 1.15 times as long"
-    if is_wide:
+    if cfg.model.compute_dtype == "float32":
+        record["mfu"] = None
         beside = "products of float32 take several times as long as these of bfloat16"
+    mfu = "" if record["mfu"] is None else f", {record['mfu']:.1%} MFU"
     print(
-        f"step               {time.total:.3g} s predicted, {tok_per_sec:,.0f} tokens/s"
-        f"{shown}, for an even load; {beside}"
+        f"step               {time.total:.3g} s predicted, "
+        f"{record['tok_per_sec']:,.0f} tokens/s{mfu}, for an even load; {beside}"
     )
-    parts, rates = dataclasses.asdict(time), target.rates
     shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)
     print(f"  seconds of       {shown}")
     print(
@@ -140,7 +134,7 @@ def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
         f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
         f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory; no work hides an exchange"
     )
-    return {"sec": time.total, "tok_per_sec": tok_per_sec, "mfu": mfu, "parts": parts}
+    return record
 
 
 def show_meshes(cfg: Config, num_devices: int, target: Target | None = None) -> dict:

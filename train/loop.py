@@ -13,7 +13,6 @@ import time
 
 import jax
 
-from moejax.model.flops import flops_per_token
 from moejax.resolve.inert import inert_parts
 from train.balance.balancing import Balancing
 from train.checkpoint import from_hf, identity
@@ -35,7 +34,7 @@ from train.launch.processes import (
 )
 from train.launch.program import RunFailed, say_loudly
 from train.logs.goodput import Stopwatch
-from train.logs.peak import peak_tflops
+from train.logs.peak import ideal_step_sec
 from train.logs.profile import Window
 from train.logs.progress import Display, shown
 from train.logs.records import Records, memory_fields, step_record
@@ -236,14 +235,9 @@ class Run:
 
     @functools.cached_property
     def ideal_step_sec(self) -> float | None:
-        """Seconds of a step's model FLOPs at the devices' peak; None where the peak is
-        not known."""
-        cfg, devices = self.job.cfg, self.job.model.mesh.devices
-        peak = cfg.train.peak_tflops or peak_tflops(devices.flat[0].device_kind)
-        if not peak:
-            return None
-        flops = flops_per_token(cfg.network).train * self.job.tokens_per_step
-        return flops / (1e12 * peak * devices.size)
+        """Copy of `ideal_step_sec` of the run's devices."""
+        device = self.job.model.mesh.devices.flat[0]
+        return ideal_step_sec(self.job.cfg, device.device_kind)
 
     def restart_clock(self) -> None:
         """Begin to time the next step now."""

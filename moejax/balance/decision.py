@@ -58,13 +58,13 @@ class Decision:
     def __str__(self) -> str:
         return self.line()
 
-    def line(self, *, are_speeds_presumed: bool = False) -> str:
+    def line(self, source: str | None = None) -> str:
         """Return the line for the log: fields in a fixed order, two spaces apart.
 
-        The last field says whether the cost model's speeds are presumed, as they are
-        without a Balance.calibration.
+        The last field says where the cost model's speeds are from, 'stated' or
+        'presumed'; None: they were measured.
         """
-        speeds = ["presumed speeds"] * are_speeds_presumed
+        speeds = [] if source is None else [f"{source} speeds"]
         head = f"step {self.step}  {self.kind} {self.digest_before}"
         before = f"device max/mean {self.device_max_over_mean_before:.2f}"
         if self.kind == "keep":

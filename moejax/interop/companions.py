@@ -30,8 +30,14 @@ class TextIds(NamedTuple):
 
     @property
     def end(self) -> int | None:
-        """Id of the token that ends a text, where it is not that before a text."""
-        return None if self.start in self.ends else next(iter(self.ends), None)
+        """First of `ends`, or None."""
+        return next(iter(self.ends), None)
+
+    def others(self, start: int, end: int) -> dict[str, int]:
+        """Return the ids before and after a text, by their names in config.json, where
+        this folder has others. Of several ends, each is right."""
+        ids = {} if start == self.start else {"bos_token_id": start}
+        return ids if end in self.ends else ids | {"eos_token_id": end}
 
 
 def read_text_ids(folder: pathlib.Path) -> TextIds:

@@ -12,6 +12,7 @@ all families here that it fuses.
 """
 
 import re
+from collections.abc import Container
 from typing import NamedTuple
 
 from moejax.interop import views
@@ -63,14 +64,19 @@ RENAMED = (
 )
 
 
-def place_of(name: str) -> Place | None:
-    """Return where a published tensor is in a fused folder; None if it has the same
-    name there."""
+def place_of(name: str, names: Container[str]) -> Place:
+    """Return where a published tensor is in a folder of tensors with these names: under
+    its own where it is there, or where no fused one is."""
+    place = _fused_place(name)
+    return Place(name) if name in names or place.name not in names else place
+
+
+def _fused_place(name: str) -> Place:
     renamed = name
     for published, fused in RENAMED:
         renamed = renamed.replace(published, fused)
     found = EXPERT.search(renamed)
     if found is None or found[2] not in EXPERTS:
-        return None if renamed == name else Place(renamed)
+        return Place(renamed)
     fused, half = EXPERTS[found[2]]
     return Place(renamed[: found.start()] + fused, int(found[1]), half)

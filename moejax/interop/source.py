@@ -79,7 +79,9 @@ class Source:
             if scales.dtype.name == "bfloat16":  # as Qwen3 has them
                 scales = views.cast(scales, np.dtype(np.float32))
             return quantized.fp8_blocks(view, scales)
-        if view.dtype.itemsize < 2 or not np.issubdtype(_base(view.dtype), np.floating):
+        if view.dtype.itemsize < 2 or not np.issubdtype(
+            views.numpy_dtype(view.dtype), np.floating
+        ):
             missing = "quantization_config in config.json does not say what it is"
             if self._kind == FP8:
                 missing = f"there is no {quoted(scale)}"
@@ -90,13 +92,7 @@ class Source:
         return view
 
     def _view(self, name: str, shape: tuple[int, ...]) -> View:
-        place = fused.place_of(name)
-        if (
-            place is None
-            or name in self._folder.arrays
-            or (place.name not in self._folder.arrays)
-        ):
-            place = fused.Place(name)
+        place = fused.place_of(name, self._folder.arrays)
         whole = place.whole(shape, self._network.moe.num_experts)
         view = self._folder.view(place.name, whole)
         self._unused.discard(place.name)
@@ -178,8 +174,3 @@ class Source:
         first = network.model.num_layers
         has_extra = isinstance(extra, int) and at is not None
         return why if has_extra and first <= int(at[1]) < first + extra else None
-
-
-def _base(dtype: np.dtype) -> np.dtype:
-    """Return a dtype that NumPy can order: bfloat16 counts as a float."""
-    return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype

@@ -197,10 +197,10 @@ def _widened(views: Sequence[View]) -> View:
     dtypes = {view.dtype for view in views}
     if len(dtypes) == 1:
         return views[0]
-    return cast(views[0], np.result_type(np.float32, *map(_numpy_dtype, dtypes)))
+    return cast(views[0], np.result_type(np.float32, *map(numpy_dtype, dtypes)))
 
 
-def _numpy_dtype(dtype: np.dtype) -> np.dtype:
+def numpy_dtype(dtype: np.dtype) -> np.dtype:
     """Return a dtype whose order NumPy knows: float32 in place of bfloat16."""
     return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype
 

@@ -19,7 +19,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moejax import axes
 from moejax.config import LayerKind, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
@@ -49,7 +48,6 @@ class Block(nnx.Module):
     ):
         """Make a block of this kind; with the parameters of `num_moe_layers` MoE layers
         if it has any."""
-        cfg.check_tensor(mesh.shape[axes.TENSOR])
         model, moe, is_moe = cfg.model, cfg.moe, kind.is_moe
         self.is_moe = is_moe
         self.attention_norm = RmsNorm(model.d_model, model.norm_eps)

@@ -13,6 +13,7 @@ from moejax.kernels.device import device_here
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
 from moejax.perf.calibration import cost_model
+from moejax.perf.target import of_device
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import ITEMSIZE
 from moejax.resolve.resolved import resolve
@@ -147,9 +148,9 @@ def make_plan(
         )
     shards = 1 if layout.tensor is None else layout.tensor.expert_shards
     with devices_of(setup.mesh):
-        calibration = unmeasured(topology, device_here().device_kind)
+        kind = device_here().device_kind
     cost = cost_model(
-        calibration,
+        unmeasured(topology, kind, of_device(kind)),
         d_model=setup.d_model,
         d_expert=setup.moe.d_expert // shards,
         itemsize=ITEMSIZE[dtype],

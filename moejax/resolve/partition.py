@@ -75,6 +75,12 @@ def group_sizes(cfg: Config) -> dict[str, int]:
     return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}
 
 
+def rows_per_step(cfg: Config) -> float:
+    """Return the number of rows that one device sends to experts in a step."""
+    rows = micro_batch_tokens(cfg) * cfg.moe.top_k * cfg.train.accumulate_steps
+    return rows * cfg.expert_shards / cfg.mesh.tensor
+
+
 def micro_batch_tokens(cfg: Config) -> int:
     """Return the number of tokens of one micro-batch on one device.
 

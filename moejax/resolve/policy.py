@@ -33,7 +33,7 @@ from moejax.resolve.communication import choose_communication
 from moejax.resolve.gather import GIB, SAFE
 from moejax.resolve.kernels import choose_kernels
 from moejax.resolve.memory import state_bytes, step_memory
-from moejax.resolve.partition import micro_batch_tokens
+from moejax.resolve.partition import rows_per_step
 from moejax.resolve.speeds import make_cost_model
 
 AUTO = "auto"
@@ -196,12 +196,10 @@ def _loads(cfg: Config, layout: Layout) -> tuple[np.ndarray, str]:
     else:
         share_tle, what = _presumed_shares(cfg, num_layers)
     share_tle = share_tle / share_tle.sum(axis=-1, keepdims=True)
-    rows = micro_batch_tokens(cfg) * cfg.moe.top_k * cfg.train.accumulate_steps
-    rows *= cfg.expert_shards / cfg.mesh.tensor
     w = layout.num_devices
     device_tlw = share_tle.reshape(*share_tle.shape[:2], w, -1).sum(axis=-1)
     ratio = np.mean([max_over_mean(x_w) for x_w in device_tlw.reshape(-1, w)])
-    load_tlwe = np.repeat(rows * share_tle[:, :, None], w, axis=2)
+    load_tlwe = np.repeat(rows_per_step(cfg) * share_tle[:, :, None], w, axis=2)
     return load_tlwe, f"{what} (device max/mean {ratio:.2f} at home)"
 
 

@@ -13,7 +13,7 @@ from moejax.model.flops import flops_per_token
 from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
 from moejax.perf.cost_model import NOTES, CostModel
 from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, stated_calibration
-from moejax.perf.target import Target, of_device
+from moejax.perf.target import Target
 from moejax.plan.layout import ITEMSIZE, Topology
 
 LOOP_SEC = 20e-6
@@ -52,7 +52,8 @@ def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:
 def load_calibration(
     cfg: Config, device_kind: str | None = None, target: Target | None = None
 ) -> Calibration:
-    """Return the calibration of Balance.calibration, or else `unmeasured` speeds.
+    """Return the calibration of Balance.calibration, or else `unmeasured` speeds: those
+    that are stated for `target`, or presumed ones.
 
     Raises ValueError where it was measured on another mesh, in another dtype or, if
     `device_kind` is given, on another kind of device.
@@ -77,13 +78,11 @@ def _named(calibration: str | None) -> Iterator[None]:
         raise ValueError(f"Balance.calibration={calibration!r}: {error}") from error
 
 
-def unmeasured(
-    mesh: Topology, device_kind: str, target: Target | None = None
-) -> Calibration:
-    """Return a calibration of the rates that are stated for a target, or else for this
-    kind of device; of presumed speeds where none are stated, as for CPUs."""
-    if gpu := target or of_device(device_kind):
-        return stated_calibration(gpu, mesh)
+def unmeasured(mesh: Topology, device_kind: str, target: Target | None) -> Calibration:
+    """Return a calibration of the rates that are stated for a target; of presumed
+    speeds where none are stated for the devices, as for CPUs."""
+    if target is not None:
+        return stated_calibration(target, mesh)
     return presumed(dataclasses.asdict(mesh), device_kind)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from moejax.model.flops import flops_per_token
 from moejax.perf.rates import Rates
 from moejax.plan.layout import ITEMSIZE
-from moejax.resolve.partition import micro_batch_tokens
+from moejax.resolve.partition import rows_per_step
 from moejax.resolve.resolved import Resolved
 
 FLOAT32 = 4
@@ -46,22 +46,19 @@ class StepTime:
         return sum(dataclasses.astuple(self))
 
 
-def predict(run: Resolved, rates: Rates, num_params: float) -> StepTime:
-    """Return the predicted time of a train step of a run. `num_params` are the
-    parameters whose masters one device holds."""
+def predict(run: Resolved, rates: Rates, master_bytes: int) -> StepTime:
+    """Return the predicted time of a train step of a run, whose devices hold
+    `master_bytes` of parameters each."""
     cfg, layout = run.cfg, run.layout
-    train, num_layers = cfg.train, cfg.model.num_moe_layers
-    rows = micro_batch_tokens(cfg) * cfg.moe.top_k * train.accumulate_steps
-    rows *= cfg.expert_shards / cfg.mesh.tensor
-    shape = num_layers, layout.num_devices, layout.num_experts
-    load_lwe = np.full(shape, rows / layout.num_experts)
+    shape = cfg.model.num_moe_layers, layout.num_devices, layout.num_experts
+    load_lwe = np.full(shape, rows_per_step(cfg) / layout.num_experts)
     plan, num_blocks = run.home_plan(), cfg.model.num_layers
     parts = run.cost.step_parts(load_lwe, plan, layout, num_blocks)
-    tokens = train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices
+    tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices
     head_flops = HEAD_PASSES * flops_per_token(cfg.network).head * tokens
-    moved = num_params * _bytes_per_param(run)
+    moved = master_bytes / FLOAT32 * _bytes_per_param(run)
     return StepTime(
-        experts=parts.experts + parts.wait,
+        experts=parts.experts,
         exchange=parts.wires,
         copies=parts.copies,
         blocks=parts.blocks,

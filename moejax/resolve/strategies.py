@@ -17,7 +17,7 @@ import numpy as np
 from moejax.config import Config, Dispatch
 from moejax.perf.calibration import Calibration, find_line
 from moejax.plan.layout import GATHERED_ONCE, ITEMSIZE
-from moejax.resolve.partition import micro_batch_tokens
+from moejax.resolve.partition import rows_per_step
 from moejax.resolve.resolved import Resolved
 from moejax.resolve.speeds import make_cost_model
 
@@ -118,10 +118,8 @@ def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     """
     cfg, layout = run.cfg, run.layout
     cost = make_cost_model(cfg, calibration)
-    w, micro_batches = layout.num_devices, cfg.train.accumulate_steps
-    rows = micro_batch_tokens(cfg) * cfg.moe.top_k * micro_batches
-    rows = rows * cfg.expert_shards / cfg.mesh.tensor
-    pair_ww = np.full((w, w), rows / w)
+    w = layout.num_devices
+    pair_ww = np.full((w, w), rows_per_step(cfg) / w)
     gathered, scattered = cost.num_gathers(layout)
     copies = dataclasses.replace(cost, gather_sec=0.0)  # slots over data: below
     weights_sec = copies.sync_sec(dataclasses.replace(layout, prefetch=False))

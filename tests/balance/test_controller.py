@@ -289,7 +289,7 @@ def relayout_run(**changes):
 
 
 def test_swaps_go_on_while_a_relayout_is_pending():
-    """They keep the load even in the layout in use, and must pay before it is left.
+    """Swaps keep the load even in the layout in use, and must pay before it is left.
     The relayout gets a plan for the load that is forecast for its adoption, because its
     first one is outdated by then."""
     run, load_of_step = relayout_run()

@@ -43,7 +43,7 @@ def test_log_lines_have_one_form():
         f"step 4200  swap 7c1f->{after}  flexmoe  device max/mean 1.83->1.07  "
         "moves 6  modelled gain 3.1 ms/step  modelled cost 41 ms  adoption at step 4210"
     )
-    presumed = GOLDEN.line(are_speeds_presumed=True)
+    presumed = GOLDEN.line("presumed")
     assert presumed == GOLDEN.line() + "  presumed speeds"
     two = dataclasses.replace(LAYOUT, slots_per_device=2)
     relayout = dataclasses.replace(

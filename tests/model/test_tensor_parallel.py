@@ -21,9 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax import axes, config
-from moejax.config import LayerKind, Model, Network
+from moejax.config import Model, Network
 from moejax.model.attention import Attention, AttentionContext
-from moejax.model.blocks import Block
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import SwiGlu
 from moejax.model.mla import LatentAttention
@@ -295,12 +294,3 @@ def test_a_cache_stays_split_by_head():
     shard = value_lbugi.sharding.shard_shape(value_lbugi.shape)
     assert shard == (1, B, 8, 1, 16)
     assert collectives(run) == Counter({("all-reduce", B * D): 1})
-
-
-def test_sizes_that_the_tensor_axis_cannot_split_are_refused():
-    mesh, kind = build_mesh(Topology(tensor=4)), LayerKind(True, "full")
-    network = Network(dataclasses.replace(CFG, num_kv_heads=2))
-    with pytest.raises(
-        ValueError, match=r"num_kv_heads=2 .* use 4, or Mesh.tensor = 2"
-    ):
-        Block(network, kind, mesh, nnx.Rngs(0))

@@ -166,8 +166,9 @@ def test_presumed_speeds_make_the_cost_model():
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_gpu_has_the_rates_that_are_stated_for_it(is_named):
-    """Of a target that the user gives, or of the kind of the devices: 400 TFLOP/s of
-    experts, and of 4 devices of one node 3/4 of an array over NVLink."""
+    """The rates are those of a target that the user gives, or of the kind of the
+    devices: 400 TFLOP/s of experts, and of 4 devices of one node 3/4 of an array over
+    NVLink."""
     gpu = target.load("h100")
     device = AbstractDevice("cpu" if is_named else gpu.name, None, "gpu")
     types = (AxisType.Auto,) * len(AXES)

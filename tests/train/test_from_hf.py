@@ -270,7 +270,7 @@ def test_documents_end_as_the_folder_says(published, tmp_path, capfd):
     # A bound token that the folder does not name is said at the start, and exported.
     bound = "Data.end = 4", "Train.num_steps = 1", "Checkpoint.every_steps = 1"
     ended = run(tmp_path / "other", *source, *bound, gin_file=GIN)
-    assert "note: texts end with token 4 (Data.end" in ended.out
+    assert "begin with token 2 (Data.separator) and end with 4 (Data.end" in ended.out
     out = tmp_path / "out"
     capfd.readouterr()
     assert hf.main(["export", str(tmp_path / "other"), "--out", str(out)]) == 0

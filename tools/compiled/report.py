@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from moejax.model.flops import flops_per_token
 from moejax.perf.target import Target
 from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary
 from tools.compiled.memory import GIB, KINDS, Memory
 from train.launch.program import gpu_memory_fraction, usable_bytes
+from train.logs.peak import speed
 from train.step.gpu_options import options_line
 
 SCHEDULER_SHARE, SCHEDULER_SLACK = 0.8, 0.95
@@ -49,23 +49,10 @@ def make_record(
         ],
         "kernels": {k: [c.value, c.why] for k, c in step.run.kernels.items()},
         **travels.as_dict(),
-        **speed(step, travels, target),
+        **speed(step.run.cfg, travels.step_sec, target.name),
         "compile_sec": step.compile_sec,
         "warnings": _warnings(step, travels, target, usable),
     }
-
-
-def speed(step: CompiledStep, travels: Summary, target: Target) -> dict[str, Any]:
-    """Return tokens per second and MFU at the estimated seconds of a step. MFU is None
-    for a GPU whose peak is not known."""
-    from train.logs.peak import peak_tflops
-
-    cfg = step.run.cfg
-    rate = cfg.train.batch_size * cfg.data.seq_len / travels.step_sec
-    tflops = flops_per_token(cfg.network).train * rate / 1e12
-    peak = peak_tflops(target.name)
-    mfu = None if peak is None else tflops / (peak * cfg.mesh.num_devices)
-    return {"tok_per_sec": rate, "mfu": mfu}
 
 
 def _warnings(

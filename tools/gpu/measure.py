@@ -7,8 +7,8 @@
 `machine` says which device is here, and how fast it copies and multiplies. `train`
 trains as many layers as are predicted to fit, on random words. `trainer` starts
 train/main.py as a user does: a whole run, and one in two halves, with each of two kinds
-of attention. FILE is JSON; `train` writes it again after the
-compilation and after every 10 steps, `trainer` after every run.
+of attention. FILE is JSON; `train` writes it again after the compilation and after
+every 10 steps, `trainer` after every run.
 
 Exit codes: 0 done, 2 bad input or no such device.
 """
@@ -175,10 +175,9 @@ def measure(cfg: Config, num_steps: int) -> Iterator[dict[str, Any]]:
     """Yield what is known after the compilation, and then every WRITE_EVERY steps."""
     import jax
 
-    from moejax.model.flops import flops_per_token
     from train.data.feed import feed
     from train.job import prepare
-    from train.logs.peak import peak_tflops
+    from train.logs.peak import speed
     from train.step.compiled import device_bytes, home_placement, require_room
     from train.step.state import init_state
 
@@ -196,8 +195,6 @@ def measure(cfg: Config, num_steps: int) -> Iterator[dict[str, Any]]:
     placement = home_placement(model.run)
     state = init_state(model.run, model.optimizer, model.layout.store)
     sizes = cfg.train.batch_size, cfg.train.accumulate_steps
-    one = cfg.train.peak_tflops or peak_tflops(device.device_kind)
-    peak = one and one * model.mesh.size
     times_sec: list[float] = []
     losses: list[float] = []
     begin, before = time.perf_counter(), None
@@ -213,13 +210,10 @@ def measure(cfg: Config, num_steps: int) -> Iterator[dict[str, Any]]:
         if not times_sec or not (is_last or (i + 1) % WRITE_EVERY == 0):
             continue
         step_sec = statistics.median(times_sec[WARM_UP:] or times_sec)
-        tok_per_sec = job.tokens_per_step / step_sec
-        flops = flops_per_token(cfg.network).train
         yield {
             "losses": losses,
             "step_msec": 1e3 * step_sec,
-            "tok_per_sec": tok_per_sec,
-            "mfu": flops * tok_per_sec / 1e12 / peak if peak else None,
+            **speed(cfg, step_sec, device.device_kind),
             "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         }
 

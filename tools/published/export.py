@@ -19,6 +19,7 @@ from moejax.interop.companions import (
     GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TextIds,
     read_companions,
     read_text_ids,
 )
@@ -149,15 +150,9 @@ def trained_token_ids(folder: pathlib.Path | None, data: Data) -> dict[str, int]
         return {}
     tokenizer = load_tokenizer(data.tokenizer, data.separator, data.end)
     start, end = tokenizer.separator, tokenizer.text_end
-    ids = {"bos_token_id": start, "eos_token_id": end}
-    if folder is None:
-        return ids
-    theirs = read_text_ids(folder)
-    if start == theirs.start:
-        del ids["bos_token_id"]
-    if end in theirs.ends:
-        del ids["eos_token_id"]
-    if ids:
+    theirs = TextIds(None, ()) if folder is None else read_text_ids(folder)
+    ids = theirs.others(start, end)
+    if ids and folder is not None:
         print(
             f"texts were trained to begin with token {start} and to end with {end}: "
             f"config.json and {GENERATION} say so, where {folder} says {theirs.start} "

@@ -262,8 +262,8 @@ class Balancing:
         if (decision := reply.decision) is None:
             return
         self._now = adoptions.pend(self._settings, self._now, decision)
-        are_presumed = not self._job.model.run.calibration.is_measured
-        self.say(decision.line(are_speeds_presumed=are_presumed))
+        calibration = self._job.model.run.calibration
+        self.say(decision.line(None if calibration.is_measured else calibration.when))
         self._decided[step] = decision.record()
         self._prepare()
 

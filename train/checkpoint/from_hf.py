@@ -64,37 +64,29 @@ def check_folder(cfg: Config) -> str:
 
 
 def notes_on_tokens(cfg: Config, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return a line for each part in which the tokens of a run's texts are not those of
-    the folder of Model.from_hf: the tokenizer, and the tokens around a text. None where
-    there is no such folder."""
+    """Return a line where the tokenizer of a run, or the tokens around its texts, are
+    not those of the folder of Model.from_hf; none where there is no such folder."""
     name = cfg.model.from_hf
     if name is None or not (folder_of(name) / CONFIG).exists():
         return ()
-    folder, notes = folder_of(name), []
+    folder = folder_of(name)
     own = folder / TOKENIZER
-    if (
-        tokenizer.name == "bytes"
-        or not own.exists()
-        or (tokenizer.sha256 != hashlib.sha256(own.read_bytes()).hexdigest())
+    if not own.exists() or (
+        tokenizer.sha256 != hashlib.sha256(own.read_bytes()).hexdigest()
     ):
         return (
             f"note: Data.tokenizer='{tokenizer.name}' is not that of {folder}, with "
             "whose ids the weights were trained",
         )
-    ids = read_text_ids(folder)
-    if tokenizer.separator != ids.start:
-        notes.append(
-            f"note: Data.separator begins texts with token {tokenizer.separator}, and "
-            f"{folder} with {ids.start}: the model has to learn it, and an export will "
-            "say so"
-        )
-    if tokenizer.text_end not in ids.ends:
-        notes.append(
-            f"note: texts end with token {tokenizer.text_end} (Data.end, else the "
-            f"separator), and those of {folder} with {list(ids.ends)}: the model has "
-            "to learn it, and an export will say so"
-        )
-    return tuple(notes)
+    ids, around = read_text_ids(folder), (tokenizer.separator, tokenizer.text_end)
+    if not ids.others(*around):
+        return ()
+    return (
+        f"note: texts begin with token {around[0]} (Data.separator) and end with "
+        f"{around[1]} (Data.end, else the separator), and those of {folder} with "
+        f"{ids.start} and {list(ids.ends)}: the model has to learn it, and an export "
+        "will say so",
+    )
 
 
 def headers_sha256(folder: pathlib.Path) -> str:

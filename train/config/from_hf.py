@@ -54,9 +54,7 @@ def fields_of_folder(name: str, bound: Set[str]) -> dict[str, Any]:
     if "Data.tokenizer" not in bound:
         values["Data.tokenizer"] = str(resolve(folder, TOKENIZER))
         ids = read_text_ids(folder)
-        # Beside a separator of the user's, the first end counts in any case.
-        end = next(iter(ids.ends), None) if "Data.separator" in bound else ids.end
-        for field, token in (("Data.separator", ids.start), ("Data.end", end)):
+        for field, token in (("Data.separator", ids.start), ("Data.end", ids.end)):
             if token is not None and field not in bound:
                 values[field] = token
     return values

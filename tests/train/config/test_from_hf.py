@@ -31,7 +31,7 @@ def test_config_json_decides_the_model(published):
         assert getattr(cfg.model, name) == getattr(CONFIG.model, name)
     assert (cfg.model.remat, cfg.router.balance_loss) == ("full", 0.5)
     assert cfg.data.tokenizer == str(published / "tokenizer.json")
-    assert (cfg.data.separator, cfg.data.end) == (0, None)
+    assert (cfg.data.separator, cfg.data.end) == (0, 0)
     cfg = from_hf(published, "Data.separator = 7")
     assert (cfg.data.separator, cfg.data.end) == (7, 0)
 
@@ -39,17 +39,17 @@ def test_config_json_decides_the_model(published):
 @pytest.mark.parametrize(
     ("config", "generation", "start", "ends", "end"),
     [
-        ({"eos_token_id": 2}, None, 2, (2,), None),
+        ({"eos_token_id": 2}, None, 2, (2,), 2),
         ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [4, 5]},
          1, (4, 5), 4),
-        ({"bos_token_id": 1, "eos_token_id": [2, 1]}, None, 1, (2, 1), None),
+        ({"bos_token_id": 1, "eos_token_id": [2, 1]}, None, 1, (2, 1), 2),
         ({"text_config": {"bos_token_id": 7}}, {"eos_token_id": None}, 7, (), None),
         ({"eos_token_id": None}, None, None, (), None),
     ],
 )  # fmt: skip
 def test_ids_around_texts(tmp_path, config, generation, start, ends, end):
     """generation_config.json wins over config.json, and a text begins with bos if there
-    is one. It ends with the first eos, if none of them is the bos."""
+    is one. It ends with the first eos."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

@@ -144,7 +144,7 @@ def test_parts_have_the_ids_of_the_whole(small, seed, normalizer, pre_tokenizer,
 
 
 def test_most_tokenizers_cut_a_text(small):
-    """Those of published models do, at nearly every overlap."""
+    """Tokenizers of published models cut a text at nearly every overlap."""
     rng = random.Random(0)
     text = "\n".join(" ".join(rng.sample(PIECES[:3], 2)) for _ in range(600))
     for normalizer, pre_tokenizer, model in (
