@@ -2,6 +2,7 @@
 
     python tools/replay.py --trace routing.npz --devices 16 --slots 3 --policies all
     python tools/replay.py --synthetic zipf:1.2 --policies home,flexmoe,eplb --by_layer
+    python tools/replay.py --run runs/mine --policies all
 
 Each policy makes a plan from one sample, which is scored on the next sample. Each layer
 is planned and scored by itself. Slots per device: a policy without replicas has one for
@@ -9,8 +10,8 @@ each of the device's own experts; a policy whose copies travel in each step (fas
 prophet) has --shadows more; the others have --slots. The layout's budgets are those
 that a plan uses. Rows are split over replicas by the policy's own split, or by --split.
 The split 'dynamic' makes the replicas itself in every sample, so it is for policies
-that make none. Without --calibration the cost model is a preset: 12.5 GB/s, 50 TFLOP/s,
-d=1536, f=3072, fp16.
+that make none. With --run, the cost model has the run's sizes and speeds. Otherwise,
+without --calibration, it is a preset: 12.5 GB/s, 50 TFLOP/s, d=1536, f=3072, fp16.
 
 docs/balance_tools.md lists the fields of --json. Exit codes: 0 done, 2 bad input.
 """
@@ -43,6 +44,7 @@ from tools.bench.expert_loads import Loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.counter import counted  # noqa: E402
+from train.logs.record_lines import read_records  # noqa: E402
 
 HEADS = ("p50", "p90", "max", "model ms", "speedup", "moves", "changes", "plan ms")
 FIELDS = (
@@ -89,7 +91,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    expert_loads.add_options(parser)
+    source = expert_loads.add_options(parser)
+    source.add_argument(
+        "--run",
+        type=pathlib.Path,
+        help="directory of a run with Train.log_sources = True and a checkpoint",
+    )
     add_layout_options(parser)
     add = parser.add_argument
     add("--policies", default="all", help="policies with commas between, or all")
@@ -124,8 +131,8 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--slots",
         type=int,
-        default=3,
-        help="slots per device, for policies with replicas",
+        help="slots per device, for policies with replicas (default: one more than the "
+        "own experts)",
     )
     add(
         "--shadows",
@@ -224,8 +231,10 @@ def check_split(split: Split | None, names: list[str]) -> None:
 
 
 def cost_model(args: argparse.Namespace) -> CostModel:
-    """Return the cost model of --calibration, or the preset. Raises ValueError if the
-    file's expert axis does not have --devices devices."""
+    """Return the cost model of --run or --calibration, or the preset. Raises ValueError
+    if the file's expert axis does not have --devices devices."""
+    if args.run is not None:
+        return run_cost_model(args.run)
     if args.calibration is None:
         return cost_models.NOTES
     from moejax.perf import calibration
@@ -243,6 +252,25 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     )
 
 
+def run_cost_model(folder: pathlib.Path) -> CostModel:
+    """Return the cost model that a run had: its model's sizes at the speeds of its
+    calibration, else those stated for its devices, else presumed ones. Raises
+    ValueError where the run has no checkpoint."""
+    from moejax.perf import target
+    from moejax.resolve.speeds import load_calibration, make_cost_model
+    from train.checkpoint.record import newest_meta
+    from train.config.names import config_from_record
+
+    meta = newest_meta(folder / "checkpoints")
+    if meta is None:
+        raise ValueError(f"{folder} has no complete checkpoint, which holds its sizes")
+    cfg = config_from_record(meta["config"])
+    attempts = list(read_records(folder / "attempts.jsonl"))
+    kind = attempts[-1].get("device_kind") if attempts else None
+    gpu = None if kind is None else target.of_device(kind)
+    return make_cost_model(cfg, load_calibration(cfg, kind, gpu))
+
+
 def layout_for(
     policy: Policy,
     num_experts: int,
@@ -254,7 +282,7 @@ def layout_for(
     The transport is ragged, so that only existing rows travel and no buffer is full.
     """
     store, own = policy.stores[0], num_experts // args.devices
-    slots, budgets = args.slots, {}
+    slots, budgets = num_slots(args, num_experts), {}
     if split == "dynamic":
         store, copies = "transient", min(own, num_experts - own)
         slots = own + copies
@@ -277,6 +305,13 @@ def layout_for(
         prefetch=policy.prefetch,
         **budgets,
     )
+
+
+def num_slots(args: argparse.Namespace, num_experts: int) -> int:
+    """Return the slots per device of policies with replicas."""
+    if args.slots is not None:
+        return args.slots
+    return num_experts // args.devices + 1
 
 
 def find_policy(name: str, loads: Loads, args: argparse.Namespace) -> Policy:
@@ -384,9 +419,9 @@ def make_record(
         "num_experts": loads.load_tlwe.shape[3],
         "devices": args.devices,
         "split": args.split or "policy",
-        "slots": args.slots,
+        "slots": num_slots(args, loads.load_tlwe.shape[3]),
         "shadows": args.shadows,
-        "cost_model": str(args.calibration) if args.calibration else "notes",
+        "cost_model": str(args.run or args.calibration or "notes"),
         "policies": policies,
     }
 
@@ -405,10 +440,16 @@ def show(policies: dict, loads: Loads, args: argparse.Namespace) -> None:
         for name, parts in policies.items():
             row = "".join(f"{parts[part][field]:9.2f}" for field in FIELDS)
             print(f"{name:12s}{row}")
-    speeds = str(args.calibration) if args.calibration else "presumed speeds"
+    if args.run is not None:
+        source = f"the sizes and speeds of {args.run}"
+    elif args.calibration is not None:
+        sizes = f"d_model {args.d_model}, d_expert {args.d_expert}"
+        source = f"the speeds of {args.calibration}, {sizes}"
+    else:
+        source = "presumed speeds, d_model 1536, d_expert 3072"
     print(
         "p50, p90, max: device max/mean. model ms: modelled time of one layer in a "
-        f"step ({speeds}). plan ms: measured time to plan one layer"
+        f"step ({source}). plan ms: measured time to plan one layer"
     )
 
 

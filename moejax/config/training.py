@@ -137,6 +137,9 @@ class Train:
     log_load_every_steps: int = 10
     """Number of steps from one record of all experts' loads in metrics.jsonl to the
     next."""
+    log_sources: bool = False
+    """Whether loads.jsonl records the same loads by the device that sends them, which
+    tools/replay.py --run reads."""
     check_replicas_every_steps: int = 50
     """Number of steps from one comparison of replicated leaves to the next: parameters
     and other state that several devices hold must have equal bits on all of them. They

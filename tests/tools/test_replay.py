@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from moejax.balance.policies import POLICIES
+from moejax.config import Balance, Config, Model, Moe
 from moejax.perf.cost_model import NOTES
+from moejax.plan.layout import Topology
+from moejax.resolve.speeds import load_calibration, make_cost_model
 from tests.support import cut_routing
+from tests.support.close import assert_close
 from tools import replay
 from tools.bench import expert_loads
+from train.checkpoint.record import record_sha256
 
 DEVICES, EXPERTS = 4, 8
 FIELDS = {
@@ -217,7 +222,7 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--devices=8"], "give --devices 4"),
+        (["--devices=8"], "leave --devices out"),
         (["--experts=16"], "has 8 experts"),
         (["--policies=flexmo"], "flexmoe"),
         (["--policies=eplb", "--slots=1"], "raise slots_per_device to at least 2"),
@@ -327,3 +332,54 @@ def test_dynamic_replication_evens_out_every_recorded_sample(capsys):
     worst = max(part["device_max_over_mean_max"] for part in parts.values())
     assert worst < 1 + 1 / 16_384
     assert min(part["speedup"] for part in parts.values()) > 3
+
+
+def test_the_loads_and_the_sizes_of_a_run(tmp_path, capsys):
+    """The figures are those of a trace with the same loads, and times are those of the
+    run's own cost model."""
+    cfg = Config(
+        model=Model(d_model=32), moe=Moe(num_experts=EXPERTS, d_expert=48),
+        mesh=Topology(expert=DEVICES), balance=Balance(policy="flexmoe"),
+    )  # fmt: skip
+    record = {"step": 9, "eval_loss": None, "arrays": {}}
+    record["meta"] = {"config": cfg.to_dict()}
+    record["sha256"] = record_sha256(record)
+    run = tmp_path / "run"
+    path = run / "checkpoints" / "9" / "record" / "metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record))
+    lines = [
+        {"step": 5 * t, "load_lwe": load_lwe.tolist()}
+        for t, load_lwe in enumerate(counts())
+    ]
+    loads = run / "loads.jsonl"
+    loads.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--policies", "home,eplb"]
+    of_run = run_replay(capsys, "--run", run, *words)
+    of_trace = run_replay(capsys, "--trace", write(tmp_path / "a.npz"), *words)
+    assert of_run["slots"] == EXPERTS // DEVICES + 1
+    for name in ("home", "eplb"):
+        for field in ("device_max_over_mean_p50", "device_max_over_mean_max", "moves"):
+            ours, theirs = (r["policies"][name]["all"] for r in (of_run, of_trace))
+            assert ours[field] == theirs[field]
+    args = replay.parse(["--synthetic", "uniform", f"--devices={DEVICES}"])
+    cost = make_cost_model(cfg, load_calibration(cfg))
+    layout = replay.layout_for(POLICIES["home"], EXPERTS, args)
+    sec_tl = [
+        [cost.layer_sec(load_we, np.arange(EXPERTS), layout) for load_we in load_lwe]
+        for load_lwe in counts()[1:].astype(float)
+    ]
+    expected = 1e3 * float(np.median(np.mean(sec_tl, axis=1)))
+    assert_close(of_run["policies"]["home"]["all"]["modelled_layer_msec"], expected)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for text, words, what in (
+        (None, [], "Train.log_sources"),
+        (json.dumps(lines[0]) + '\n{"step": 7, "load_lwe": [[3]]}\n', [], "one shape"),
+        (json.dumps(lines[0]) + "\n", ["--same"], "no complete checkpoint"),
+    ):
+        if text is not None:
+            (other / "loads.jsonl").write_text(text)
+        code = replay.main(["--run", str(other), "--json", *words])
+        refused(code, capsys, what)

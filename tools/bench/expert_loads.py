@@ -18,6 +18,7 @@ import pathlib
 import numpy as np
 
 from moejax.moe.array_file import names_in_npz, read_npz
+from train.logs.record_lines import LOADS, read_records
 
 SYNTHETIC = {"zipf": 1.0, "one_hot": None, "rotating": 0.5, "burst": 0.5}
 SYNTHETIC |= {"uniform": None}
@@ -56,7 +57,12 @@ def add_options(parser: argparse.ArgumentParser):
         help=f"synthetic loads: {', '.join(SYNTHETIC)}, with a number as in zipf:1.2",
     )
     add("--array", default="tokens", help="name of the array in the --trace file")
-    add("--devices", type=int, default=16, help="number of devices on the expert axis")
+    add(
+        "--devices",
+        type=int,
+        help="number of devices on the expert axis (default: those of the loads; 16 "
+        "for synthetic ones)",
+    )
     add(
         "--experts",
         type=int,
@@ -77,30 +83,29 @@ def add_options(parser: argparse.ArgumentParser):
 
 
 def from_options(args: argparse.Namespace) -> Loads:
-    """Return the loads that the command line asks for: recorded or synthetic ones.
+    """Return the loads that the command line asks for: those of a trace, of a run, or
+    synthetic ones. `args.devices` is set to their number of devices.
 
-    Raises ValueError when they are not of --devices devices, or when a layer does not
-    exist.
+    Raises ValueError when they are not of --devices devices or --experts experts, or
+    when a layer does not exist.
     """
-    if args.devices < 1:
+    if args.devices is not None and args.devices < 1:
         raise ValueError(f"--devices {args.devices} must be at least 1")
     if args.trace is not None:
         loads = read_trace(args.trace, args.array)
-        if args.experts not in (None, loads.load_tlwe.shape[3]):
-            raise ValueError(
-                f"{args.trace} has {loads.load_tlwe.shape[3]} experts, but --experts "
-                f"is {args.experts}: leave --experts out with a trace"
-            )
+    elif args.synthetic is not None:
+        devices = args.devices or 16
+        experts = 2 * devices if args.experts is None else args.experts
+        loads = synthetic(args.synthetic, devices, experts, args.samples, args.seed)
     else:
-        experts = 2 * args.devices if args.experts is None else args.experts
-        loads = synthetic(args.synthetic, args.devices, experts, args.samples,
-                          args.seed)  # fmt: skip
-    num_devices = loads.load_tlwe.shape[2]
-    if num_devices != args.devices:
-        raise ValueError(
-            f"{loads.name} has {num_devices} devices, but --devices is {args.devices}: "
-            f"give --devices {num_devices}, or a trace of {args.devices} devices"
-        )
+        loads = read_run(args.run)
+    for option, found in zip(("devices", "experts"), loads.load_tlwe.shape[2:]):
+        if getattr(args, option) not in (None, found):
+            raise ValueError(
+                f"{loads.name} has {found} {option}, but --{option} is "
+                f"{getattr(args, option)}: leave --{option} out"
+            )
+    args.devices = loads.load_tlwe.shape[2]
     return some_layers(loads, args.layers) if args.layers else loads
 
 
@@ -137,6 +142,28 @@ def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
     if not is_named or len(set(layer_l.tolist())) < num_layers:
         layer_l = np.arange(num_layers)
     return Loads(path.name, load_tlwe, tuple(int(layer) for layer in layer_l))
+
+
+def read_run(folder: pathlib.Path) -> Loads:
+    """Read the loads by source device that a run with Train.log_sources recorded, one
+    sample for each recorded step. Raises ValueError, with one line, for a folder
+    without any, and for records of different shapes."""
+    path = folder / LOADS
+    tables = [record.get("load_lwe") for record in read_records(path)]
+    if not tables:
+        raise ValueError(
+            f"{path} holds no loads: train with Train.log_sources = True, for at "
+            "least Train.log_load_every_steps steps"
+        )
+    try:
+        load_tlwe = np.array(tables, np.float64)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: its records are not tables of one shape") from error
+    if load_tlwe.ndim != 4 or not (load_tlwe.min() >= 0 and load_tlwe.max() < np.inf):
+        raise ValueError(
+            f"{path}: load_lwe must hold counts [layers, devices, experts]"
+        )
+    return Loads(str(folder), load_tlwe, tuple(range(load_tlwe.shape[1])))
 
 
 def some_layers(loads: Loads, names: str) -> Loads:

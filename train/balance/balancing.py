@@ -21,7 +21,7 @@ import numpy as np
 
 from moejax.balance import adoptions, codec, controller, planning
 from moejax.balance.adoptions import Adoptions
-from moejax.balance.loads import home_rows
+from moejax.balance.loads import home_rows, loads_by_owner
 from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
 from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
@@ -409,6 +409,11 @@ class Balancing:
         """Devices along each mesh axis that splits the batch."""
         mesh = self._job.cfg.mesh
         return {"dc": mesh.dc, "data": mesh.data, "expert": mesh.expert}
+
+    def loads(self, stats: RoutingStats) -> np.ndarray:
+        """Return the rows from each source device of a group to each expert, as
+        policies plan from them: float [l, w, e]."""
+        return loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
 
     def observe(self, step: int, stats: RoutingStats) -> None:
         """Give the balancer one step's statistics, which are on the host; write the

@@ -17,6 +17,8 @@ import numpy as np
 from train.files import path_named
 from train.launch.program import say_loudly
 
+LOADS = "loads.jsonl"
+"""File of the loads of experts by source device, with Train.log_sources."""
 MAX_STEP = 2**53
 """Steps are smaller: JSON's readers in browsers have no larger whole numbers."""
 BLOCK_BYTES = 2**16

@@ -2,6 +2,7 @@
 
     metrics.jsonl              process 0: one line per step, evaluation or decision
     plans.jsonl                process 0: one line per start, swap and relayout
+    loads.jsonl                process 0, with Train.log_sources: loads by source device
     attempts.jsonl             process 0: a line at the begin and the end of an attempt
     tensorboard/ and others    process 0, with --track (train/logs/trackers.py)
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
@@ -29,7 +30,7 @@ from train.data import TrainBatches
 from train.data.feed import own_rows
 from train.launch.processes import from_first_process, is_first
 from train.logs import plan_lines
-from train.logs.record_lines import MetricsLog
+from train.logs.record_lines import LOADS, MetricsLog
 from train.logs.trackers import Trackers
 from train.messages import one_line
 from train.step.step import StepMetrics
@@ -60,7 +61,7 @@ class Records:
         """
         self._cfg, self._files = cfg, contextlib.ExitStack()
         self._last_step, self._attempt, self._begun_at = step, attempt, begun_at
-        self._metrics = self._plans = self._attempts = None
+        self._metrics = self._plans = self._attempts = self._loads = None
         self._samples = self._trackers = None
         from_first_process(lambda: _cut_back_samples(folder, step))
         if is_first():
@@ -72,6 +73,9 @@ class Records:
             self._plans = self._open(folder / plan_lines.FILE)
             self._plans.cut_back(step)
             self._attempts = self._open(folder / "attempts.jsonl")
+            if cfg.train.log_sources:
+                self._loads = self._open(folder / LOADS)
+                self._loads.cut_back(step)
         if cfg.data.log_samples:
             self._samples = self._open(folder / f"samples-{jax.process_index()}.jsonl")
 
@@ -96,12 +100,15 @@ class Records:
                 line |= {"at": time.time(), "end": end, "why": why}
                 self._attempts.append(line)
 
-    def step(self, record: dict, tokens_le: np.ndarray) -> None:
-        """Write a step's record. It has the loads of experts (tokens_le) and of devices
-        (rows_lw) every Train.log_load_every_steps steps only."""
-        self._last_step = record["step"]
-        if record["step"] % self._cfg.train.log_load_every_steps == 0:
+    def step(self, record: dict, tokens_le: np.ndarray, load_lwe: np.ndarray) -> None:
+        """Write a step's record. Every Train.log_load_every_steps steps it has the
+        loads of experts (tokens_le) and of devices (rows_lw), and loads.jsonl those of
+        experts by source device (load_lwe)."""
+        self._last_step = step = record["step"]
+        if step % self._cfg.train.log_load_every_steps == 0:
             record = record | {"tokens_le": tokens_le}
+            if self._loads is not None:
+                self._loads.append({"step": step, "load_lwe": load_lwe})
         else:
             record = {n: value for n, value in record.items() if n != "rows_lw"}
         self.event(record)

@@ -49,7 +49,8 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
             metrics = make_metrics(rng)
             routing.append(metrics.routing)
             record = step_record(step, metrics, 0.5, 100)
-            records.step(record, metrics.routing.tokens_le)
+            stats = metrics.routing
+            records.step(record, stats.tokens_le, stats.tokens_lwe)
             if step == 4:
                 decision = {
                     "kind": "keep",
@@ -125,7 +126,8 @@ def test_an_attempt_has_a_line_of_its_begin_and_of_its_end(
     ):
         assert json.loads((tmp_path / "attempts.jsonl").read_text()) == begin
         metrics = make_metrics(np.random.default_rng(0))
-        records.step(step_record(last_step, metrics, 0.5, 100), np.ones((2, 8)))
+        record = step_record(last_step, metrics, 0.5, 100)
+        records.step(record, np.ones((2, 8)), np.ones((2, 4, 8)))
         if fault is not None:
             raise fault
     lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
