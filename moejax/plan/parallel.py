@@ -49,8 +49,7 @@ class Tensor:
         if size == shards == 1:
             raise ValueError(
                 f"schedule='{self.schedule}' orders the collectives of a tensor axis, "
-                "and Mesh.tensor and expert_shards are 1: leave Dispatch.schedule "
-                "out, or use Mesh.tensor = 2"
+                "and Mesh.tensor and expert_shards are 1: leave Dispatch.schedule out"
             )
         if self.is_local and size == 1:
             raise ValueError(

@@ -82,7 +82,8 @@ class Tokenizer:
         if self.vocab_size > vocab_size:
             raise ValueError(
                 f"the tokenizer '{self.name}' has {self.vocab_size} ids, but "
-                f"Model.vocab_size={vocab_size}: use the model's own tokenizer or, for "
+                f"Model.vocab_size={vocab_size}: with Model.from_hf, bind "
+                "Data.tokenizer to the tokenizer that this model was trained with; for "
                 f"a new model, set Model.vocab_size to {self.vocab_size} or more"
             )
 
