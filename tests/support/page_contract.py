@@ -44,7 +44,8 @@ def _require_run(run: dict) -> Iterable[bytes]:
     for decision in run["decisions"]:
         assert {"kind", "adopt_step", "adopted", "collected_step"} <= set(decision)
         assert isinstance(decision["adopted"], bool)
-        assert {"gain_msec_measured", "waited_sec", "replaced_by"} <= set(decision)
+        assert {"gain_msec_measured", "gain_msec_spread"} <= set(decision)
+        assert {"waited_sec", "replaced_by"} <= set(decision)
     assert all(set(line) == {"step", "by"} for line in run["bytes"])
     return _tables(run)
 

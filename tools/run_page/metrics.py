@@ -207,6 +207,7 @@ class Metrics:
             outcome = {
                 "adopted": is_adopted,
                 "gain_msec_measured": None,
+                "gain_msec_spread": None,
                 "waited_sec": None,
                 "replaced_by": None
                 if later is decision
@@ -216,8 +217,9 @@ class Metrics:
                 },
             }
             if is_adopted:
-                gain = _gain_msec(step, adopted, step_n, msec_n)
+                gain, spread = _gain_msec(step, adopted, step_n, msec_n)
                 outcome["gain_msec_measured"] = gain
+                outcome["gain_msec_spread"] = spread
                 outcome["waited_sec"] = short(waited[step])
             outcomes.append(decision | outcome)
         return outcomes
@@ -270,13 +272,18 @@ def _log2_bytes(table) -> np.ndarray | None:
 
 def _gain_msec(
     step: int, adopted: list[int], step_n: np.ndarray, msec_n: np.ndarray
-) -> float | None:
+) -> tuple[float | None, float | None]:
     """Return the median time of the NUM_BESIDE steps before an adoption minus that of
-    those after it, up to the adoptions beside it; None where there are too few. The
-    step that adopts counts on neither side."""
+    those after it, up to the adoptions beside it, and half the width of its interval
+    of 95 % confidence; None, None where there are too few. The step that adopts counts
+    on neither side.
+
+    The interval of a median of n numbers is 1.57 interquartile ranges over sqrt(n) to
+    each side (McGill, Tukey and Larsen, Variations of Box Plots, 1978).
+    """
     low = max((other for other in adopted if other < step), default=-1)
     high = min((other for other in adopted if other > step), default=MAX_STEP)
-    medians = []
+    medians, spreads = [], []
     for begin, end in (
         (max(low + 1, step - NUM_BESIDE), step),
         (step + 1, min(high, step + 1 + NUM_BESIDE)),
@@ -285,6 +292,9 @@ def _gain_msec(
         msecs = msec_n[first:last]
         msecs = msecs[np.isfinite(msecs)]
         if len(msecs) < MIN_BESIDE:
-            return None
-        medians.append(np.median(msecs))
-    return short(float(medians[0] - medians[1]))
+            return None, None
+        low_msec, median_msec, high_msec = np.percentile(msecs, (25, 50, 75))
+        medians.append(median_msec)
+        spreads.append(1.57 * (high_msec - low_msec) / np.sqrt(len(msecs)))
+    spread = float(np.hypot(*spreads))
+    return short(float(medians[0] - medians[1])), short(spread)

@@ -79,6 +79,7 @@ class Stopwatch:
         lines = read_lines(folder / FILE) if is_first() else []
         self._stack = ["restarts" if lines else "other"]
         self._spent = dict.fromkeys(BUCKETS, 0.0)
+        self._is_open = True
         self._base = next_attempt(lines, step, self.begun_at)
         self.write(step)
 
@@ -91,8 +92,10 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_) -> None:
-        """Write the last line of the attempt."""
+        """Write the last line of the attempt. Time after it is booked nowhere, so that
+        the summary has the same shares as the file."""
         self.write(self._step)
+        self._is_open = False
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -151,6 +154,8 @@ class Stopwatch:
 
     def _book(self) -> None:
         """Add the time since the last call to the bucket of the innermost block."""
+        if not self._is_open:
+            return
         now_sec = self._monotonic()
         self._spent[self._stack[-1]] += now_sec - self._mark_sec
         self._mark_sec = now_sec

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.browser import open_browser, watched_page
 from tests.support.metrics_lines import DECISIONS, balanced_lines
+from tests.support.page_contract import decode
 from tests.support.run_folders import finish, make_folder, table
 from tools.run_page.page import as_json, render
 from tools.run_page.read import read_run
@@ -92,6 +93,19 @@ def test_the_slider_changes_the_map_of_loads_and_the_table(page):
     found = [float(text) for text in cells.all_inner_texts()]
     np.testing.assert_allclose(found, 2.0 ** np.array(maps[1][0]), rtol=5e-3)
     assert page.locator(".marks span").count() == 2  # a swap and a relayout
+
+
+def test_the_map_of_devices_shows_the_rows_of_a_layer_at_all_steps(page):
+    draw_all(page)
+    rows = json.loads(page.locator("#data").text_content())["rows"]
+    sizes = len(rows["step"]), rows["num_layers"], rows["num_devices"]
+    ratio_tlw = 2.0 ** ((decode(rows["log2_b64"], "u1", *sizes) - 128.0) / 32)
+    plot = "document.getElementById('device-map-plot').data"
+    for layer in (0, 2):
+        page.locator("#device-layer").fill(str(layer))
+        found_wt = page.evaluate(f"{plot}[0].customdata")
+        np.testing.assert_allclose(found_wt, ratio_tlw[:, layer].T, rtol=1e-9)
+    assert page.evaluate(f"{plot}.length") == 3  # the map, swaps and relayouts
 
 
 def test_a_layer_shows_its_devices_before_and_after_a_change(page):

@@ -102,6 +102,13 @@ def test_decisions_say_what_they_changed_and_took(tmp_path):
     # From step 15 on; up to the relayout at step 34.
     gains = [d["gain_msec_measured"] for d in decisions]
     assert gains == [None, 50 - medians[0], medians[0] - medians[1], None]
+    # Half a 95 % interval of each median, by McGill, Tukey and Larsen; the steps before
+    # the swap all took 50 ms.
+    iqrs = [np.subtract(*np.percentile(steps, (75, 25))) for steps in (before, after)]
+    halves = [1.57 * iqr / len(s) ** 0.5 for iqr, s in zip(iqrs, (before, after))]
+    spreads = [d["gain_msec_spread"] for d in decisions]
+    expected = [None, halves[0], np.hypot(*halves), None]
+    assert spreads == [x and pytest.approx(x, rel=1e-4) for x in expected]
     assert [d["waited_sec"] for d in decisions] == [None, 0.001, 42, None]
     assert decisions[2]["changes"]["slots_per_device"] == [2, 3]
 

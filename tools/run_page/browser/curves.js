@@ -1,6 +1,7 @@
 // Curves over steps, areas that add up, and maps of a figure by layer.
 
 const DASHES = ["solid", "dash", "dot", "dashdot"];
+const SMOOTHED_STEPS = 11;
 const LAYER_TITLES = {
   device_max_over_mean: "Device max/mean by layer",
   expert_max_over_mean: "Expert max/mean by layer",
@@ -87,9 +88,10 @@ function bandTraces({ step, min, max, color, label }) {
   ];
 }
 
-/** Return the number of points of a moving mean. */
-function windowOf({ step, min }) {
-  return min || step.length < 60 ? 1 : 2 * Math.floor(step.length / 100) + 1;
+/** Return the number of points of a moving mean: the same in all runs, so that curves
+    of two runs compare. Bins are means already. */
+function windowOf({ min }) {
+  return min ? 1 : SMOOTHED_STEPS;
 }
 
 /** Return the line of means; where it is smoothed, each step too, faint. */

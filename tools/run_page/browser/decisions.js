@@ -50,7 +50,7 @@ function decisionTable(decisions) {
       changeText(one),
       isKeep ? before : `${before} → ${two(one.device_max_over_mean_after)}`,
       three(1000 * one.modelled_gain_sec),
-      one.gain_msec_measured,
+      gainText(one),
       three(one.modelled_cost_sec),
       three(one.waited_sec),
       adoptionText(one),
@@ -58,6 +58,13 @@ function decisionTable(decisions) {
     ];
   });
   return makeTable("Decisions of the balancer", head, rows, { class: "decisions" });
+}
+
+/** Return the measured gain with its interval of 95 % confidence. */
+function gainText({ gain_msec_measured: gain, gain_msec_spread: spread }) {
+  if (!Number.isFinite(gain)) return null;
+  const isNoise = Math.abs(gain) <= spread;
+  return `${shortNumber(gain, 3)} ± ${shortNumber(spread, 2)}${isNoise ? ", noise" : ""}`;
 }
 
 function adoptionText(one) {
@@ -97,7 +104,8 @@ function addGains(body) {
     unit: "ms a step",
     height: 260,
     caption:
-      "Measured: median step time of the 20 steps before, minus that of the 20 after.",
+      "Measured: median step time of the 20 steps before, minus that of the 20 after. " +
+      "Bars: 95 % confidence; one that crosses 0 is noise of the clock.",
     draw: () => ({
       traces: [
         {
@@ -119,6 +127,12 @@ function addGains(body) {
           ...points,
           y: measured,
           name: "measured",
+          error_y: {
+            type: "data",
+            array: all.map((one) => one.gain_msec_spread),
+            color: LINES[1],
+            thickness: 1,
+          },
           marker: { size: 9, symbol: "diamond", color: LINES[1] },
         },
       ],
@@ -126,7 +140,12 @@ function addGains(body) {
     }),
     table: () => ({
       head: ["adopted at step", "kind", "predicted", "measured"],
-      rows: all.map((one, i) => [String(x[i]), one.kind, predicted[i], measured[i]]),
+      rows: all.map((one, i) => [
+        String(x[i]),
+        one.kind,
+        predicted[i],
+        gainText(one),
+      ]),
     }),
   });
 }

@@ -1,4 +1,5 @@
-// The load of experts: a map of layers and experts with a slider over recorded steps.
+// The load of experts, a map of layers and experts with a slider over recorded steps, and
+// of devices, a map over the steps.
 
 const MAX_TABLE_EXPERTS = 128;
 
@@ -36,6 +37,63 @@ function loadMap(body) {
   show();
 }
 
+/** Add a map of the rows of each device over the recorded steps, in one layer. */
+function deviceMap(body) {
+  const { step, layers, columns, layerAt } = deviceRows;
+  const last = layers - 1;
+  const input = make("input", { type: "number", min: 0, max: last, id: "device-layer" });
+  input.value = worstLayer();
+  const chosen = () => Math.min(Math.max(Math.round(Number(input.value)), 0), last);
+  const bytesAt = () => step.map((_, index) => layerAt(index, chosen()));
+  const redraw = addFigure(body, {
+    id: "device-map",
+    title: "Rows of each device",
+    unit: "over the mean of the layer",
+    height: Math.min(640, 130 + 18 * columns),
+    controls: [make("div", { class: "controls" }, labelled("Layer", input))],
+    caption:
+      "White is the mean, orange above it, blue below. Lines: swaps and relayouts.",
+    draw: () => {
+      const byDevice = (table) =>
+        Array.from({ length: columns }, (_, device) =>
+          bytesAt().map((bytes) => table[bytes[device]]),
+        );
+      const heatmap = {
+        ...loadColors(),
+        x: step,
+        z: byDevice(LOG2),
+        customdata: byDevice(RATIO),
+        hovertemplate: "step %{x}, device %{y}: %{customdata:.3~r} × mean<extra></extra>",
+      };
+      const devices = { ...layerAxis(columns), title: { text: "device", standoff: 4 } };
+      const layout = baseLayout({ hovermode: "closest", yaxis: devices });
+      layout.xaxis.showgrid = false;
+      const markers = markTraces();
+      if (markers.length) layout.yaxis2 = MARK_AXIS;
+      return { traces: [heatmap, ...markers], layout };
+    },
+    table: () => ({
+      head: ["step", ...Array.from({ length: columns }, (_, one) => `device ${one}`)],
+      ...thinRows(
+        step.map((at, i) => [
+          at,
+          ...bytesAt()[i].map((byte) => Number(RATIO[byte].toPrecision(3))),
+        ]),
+      ),
+    }),
+  });
+  input.addEventListener("input", redraw);
+}
+
+/** Return the layer with the fullest device of all recorded steps. */
+function worstLayer() {
+  const { step, layers, layerAt } = deviceRows;
+  const most = Array.from({ length: layers }, (_, layer) =>
+    Math.max(...step.map((_, index) => Math.max(...layerAt(index, layer)))),
+  );
+  return most.indexOf(Math.max(...most));
+}
+
 /** Return ticks of swaps and relayouts under the slider, each at its place between the
     recorded steps. */
 function adoptionTicks() {
@@ -58,21 +116,12 @@ function drawLoadMap(index) {
     loads.layerAt(index, layer),
   );
   const heatmap = {
-    type: "heatmap",
+    ...loadColors(),
     z: layers.map((bytes) => bytes.map((byte) => LOG2[byte])),
     customdata: layers.map((bytes) => bytes.map((byte) => RATIO[byte])),
-    zmin: -2,
-    zmax: 2,
-    colorscale: settings.colors.map((color, i, all) => [i / (all.length - 1), rgb(color)]),
     xgap: loads.columns <= 64 ? 1 : 0,
     ygap: loads.layers <= 32 ? 1 : 0,
     hovertemplate: "layer %{y}, expert %{x}: %{customdata:.3~r} × mean<extra></extra>",
-    colorbar: {
-      thickness: 12,
-      outlinewidth: 0,
-      tickvals: [-2, -1, 0, 1, 2],
-      ticktext: ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
-    },
   };
   return {
     traces: [heatmap],
@@ -82,6 +131,22 @@ function drawLoadMap(index) {
       xaxis: { showgrid: false, range: [-0.5, loads.columns - 0.5] },
       yaxis: layerAxis(loads.layers),
     }),
+  };
+}
+
+/** Return the form of a map of loads over their mean, by logarithms to the base 2. */
+function loadColors() {
+  return {
+    type: "heatmap",
+    zmin: -2,
+    zmax: 2,
+    colorscale: settings.colors.map((color, i, all) => [i / (all.length - 1), rgb(color)]),
+    colorbar: {
+      thickness: 12,
+      outlinewidth: 0,
+      tickvals: [-2, -1, 0, 1, 2],
+      ticktext: ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
+    },
   };
 }
 

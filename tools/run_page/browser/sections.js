@@ -121,18 +121,17 @@ const SECTIONS = [
         title: "Device max/mean",
         unit: "worst layer; 1 is even",
         marks: true,
-        smooth: true,
         series: {
           device_max_over_mean: "plan in use",
           home_device_max_over_mean: "home plan",
         },
       });
+      if (deviceRows) deviceMap(body);
       addLayerMap(body, "device_max_over_mean");
       addCurves(body, {
         id: "expert-ratio",
         title: "Expert max/mean",
         unit: "worst layer; 1 is even",
-        smooth: true,
         height: 220,
         series: { expert_max_over_mean: "expert max/mean" },
       });
@@ -182,7 +181,6 @@ const SECTIONS = [
         title: "Fullest pair of devices",
         unit: "rows, worst layer",
         height: 220,
-        smooth: true,
         fromZero: true,
         marks: true,
         series: { fullest_pair: "fullest pair" },
