@@ -124,27 +124,22 @@ def test_slices_of_mxfp4(tmp_path):
     assert same(transposed(view, (0, 2, 1)).read(), want.transpose(0, 2, 1))
 
 
-WRONG = "and must be .*the quantisation in config.json is another one"
+BLOCKS, SCALES = np.zeros((3, 2, 16), np.uint8), np.zeros((3, 2), np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("weight", "scale"),
+    ("decode", "codes", "scale"),
     [
-        (np.zeros((4, 4), BF16), np.ones((1, 1), "f")),
-        (np.zeros((4, 4), E4M3), np.ones((1, 1), BF16)),
-        (np.zeros((4, 200), E4M3), np.ones((1, 1), "f")),
+        (quantized.fp8_blocks, np.zeros((4, 4), BF16), np.ones((1, 1), "f")),
+        (quantized.fp8_blocks, np.zeros((4, 4), E4M3), np.ones((1, 1), BF16)),
+        (quantized.fp8_blocks, np.zeros((4, 200), E4M3), np.ones((1, 1), "f")),
+        (quantized.mxfp4, BLOCKS[..., :8], SCALES),
+        (quantized.mxfp4, BLOCKS, SCALES[:2]),
+        (quantized.mxfp4, SCALES, BLOCKS),
+        (quantized.mxfp4, BLOCKS, SCALES.astype("f")),
     ],
 )
-def test_wrong_fp8_is_refused(weight, scale):
-    with pytest.raises(ValueError, match=WRONG):
-        quantized.fp8_blocks(held(weight), held(scale))
-
-
-def test_wrong_mxfp4_is_refused():
-    blocks, scales = np.zeros((3, 2, 16), np.uint8), np.zeros((3, 2), np.uint8)
-    for wrong in (
-        (blocks[..., :8], scales), (blocks, scales[:2]), (scales, blocks),
-        (blocks, scales.astype("f")),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=WRONG):
-            quantized.mxfp4(*map(held, wrong))
+def test_wrong_codes_are_refused(decode, codes, scale):
+    message = "and must be .*the quantisation in config.json is another one"
+    with pytest.raises(ValueError, match=message):
+        decode(held(codes), held(scale))

@@ -145,22 +145,6 @@ def test_a_box_reads_its_share(case, folder):
     assert part * view.shape[0] == whole > 0 or case == "far columns"
 
 
-def test_the_inverse_of_each_operation(folder):
-    up_efd, fused = stack(folder, "up"), folder.arrays["fused"]
-    assert np.array_equal(views.item(up_efd, 0, 2).read(), folder.arrays["up.2"])
-    turned = views.transposed(folder.view("fused"), (2, 0, 1))
-    assert np.array_equal(views.transposed(turned, (1, 2, 0)).read(), fused)
-    for places in (
-        [range(F), range(F, 2 * F)],
-        [range(0, 2 * F, 2), range(1, 2 * F, 2)],
-    ):
-        halves = [views.taken(folder.view("fused"), 2, part) for part in places]
-        assert np.array_equal(views.joined(halves, 2, places).read(), fused)
-    there = views.taken(folder.view("down.1"), 0, heads(2, 6))
-    back = views.taken(there, 0, np.argsort(heads(2, 6)))
-    assert np.array_equal(back.read(), folder.arrays["down.1"])
-
-
 def test_different_tensors_are_not_put_together(folder):
     down, fused = map(folder.view, ("down.0", "fused"))
     message = r"must be equal, so they belong to different models"

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
+from moejax.config import Mla, Model, Moe, Network, Router
+from moejax.interop import tree
+from moejax.interop.export import write_model
+from moejax.interop.families import FAMILIES
 from moejax.interop.header import DTYPES
 from moejax.interop.write import plan_folder, write_folder
 
@@ -14,6 +18,18 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TINY = {
+    "mixtral": Network(
+        Model(8, 8, 2, 2, 1, head_dim=4, d_ff=4), Moe(num_experts=2, d_expert=4)
+    ),
+    "deepseek_v3": Network(
+        Model(8, 8, 2, 2, 2, head_dim=4, d_ff=6, first_k_dense=1),
+        Moe(num_experts=2, d_expert=4, num_shared_experts=1),
+        Router(kind="sigmoid"),
+        mla=Mla(4, None, 4, 2, 4),
+    ),
+}
+"""Networks of a few hundred parameters, by family."""
 
 
 def write_raw(
@@ -62,3 +78,10 @@ def write_shards(
 def edit_json(path: pathlib.Path, **changes: object) -> None:
     """Change keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_tiny(out: pathlib.Path, name: str) -> pathlib.Path:
+    """Write the network of TINY with zeros for parameters, and return the folder."""
+    trees = map(tree.as_tree, tree.abstract(FAMILIES[name], TINY[name]))
+    write_model(out, TINY[name], *trees, family=name, dtype="float32")
+    return out
