@@ -9,35 +9,29 @@ import pytest
 
 from moejax import simulate
 
-SAYS = "print(len(jax.devices()), jax.devices()[0].platform)"
 FLAGS = "--xla_force_host_platform_device_count=5 --xla_cpu_enable_fast_math=false"
-
-
-def run(source: str, environ: dict[str, str]) -> subprocess.CompletedProcess:
-    """Run Python code in a process of its own, without the variables of the tests."""
-    path = {"PATH": "/usr/bin:/bin"}
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env=path | environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("first", "environ"),
-    [("", {}), ("import jax; ", {}), ("", {"XLA_FLAGS": FLAGS})],
-    ids=["jax not imported", "jax imported", "flags of the user"],
+    [("", {"XLA_FLAGS": FLAGS}), ("import jax; ", {})],
+    ids=["jax not imported, flags of the user", "jax imported"],
 )
 def test_a_fresh_python_has_the_devices(repo, first, environ):
-    source = f"{first}from moejax import simulate; simulate.devices(3); import jax; "
-    done = run(source + SAYS, environ | {"PYTHONPATH": str(repo)})
+    source = (
+        f"{first}from moejax import simulate; simulate.devices(3); import jax; "
+        "print(len(jax.devices()), jax.devices()[0].platform)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(repo)} | environ,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.stdout == "3 cpu\n", done.stderr
 
 
-def test_devices_that_are_there_are_returned():
-    assert simulate.devices(jax.device_count()) == jax.devices()
-
-
 def test_another_number_is_refused_once_jax_is_in_use(monkeypatch):
+    assert simulate.devices(jax.device_count()) == jax.devices()
     for name in simulate.environment(3, {}):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
     with pytest.raises(ValueError, match="is in use already, with 8 devices") as error:

@@ -21,14 +21,10 @@ GIN_NAME = re.compile(rf"\b((?:{'|'.join(CLASSES)})\.[a-z]\w*)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_can_run(page):
+def test_commands_can_run_and_gin_names_exist(page):
     faults = {str(command): fault(command) for command in commands_in(page)}
     wrong = [f"{command}\n  {why}" for command, why in faults.items() if why]
     assert not wrong, "\n".join(["these commands cannot run:", *wrong])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_gin_names_exist(page):
     names = set(GIN_NAME.findall(page.read_text(encoding="utf-8"))) - MISSPELT
     assert names <= KINDS.keys()
 

@@ -53,17 +53,13 @@ def test_the_index_lists_every_page():
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page):
+def test_links_and_files_of_a_page_exist(page):
+    """Links resolve, and files that a page names exist, except in the log, which names
+    files of earlier commits."""
     for path, anchor in links(page):
         assert path.exists(), f"{path} does not exist"
         if anchor:
             assert anchor in anchors(path), f"{path} has no heading #{anchor}"
-
-
-@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_a_page_names_exist(page):
-    """Files that a page names exist, except in the log, which names files of earlier
-    commits."""
     names = set(FILE.findall(prose(page))) - TO_BE_WRITTEN
     missing = sorted(name for name in names if not (ROOT / name).exists())
     assert not missing or page.name == "log.md"

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -16,7 +15,6 @@ from unittest import mock
 
 import yaml
 
-from moejax.config import Config
 from tests.support.resolved import make_run
 from train.config.gin_reader import load
 from train.config.names import KINDS, check_name, convert
@@ -26,12 +24,8 @@ PAGES_ROOT = ROOT
 """Folder that pages are named from."""
 STAND_IN = ROOT / "configs" / "tiny_cpu.gin"
 """Replaces a gin file of the reader's own, such as my.gin."""
-SBATCH = ROOT / "tools" / "launch" / "slurm.sbatch"
-SBATCH_FLAGS = {
-    "account", "cpus-per-task", "gpus-per-node", "job-name", "nodes",
-    "ntasks-per-node", "output", "partition", "qos", "requeue", "open-mode", "signal",
-    "time",
-}  # fmt: skip
+SBATCH = "tools/launch/slurm.sbatch"
+"""A script of sbatch that hands its arguments to train/main.py."""
 ELLIPSES = {"..", "...", "…"}
 SEPARATORS = {"&&", "||", "|", ";", "&"}
 STARTS = re.compile(
@@ -127,12 +121,13 @@ def fault(command: Command) -> str:
     words = list(command.words)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
-    check = {"make": _check_make, "python": _check_python, "sbatch": _check_sbatch,
-             "srun": _check_srun, "kubectl": _check_kubectl}.get(words[0])  # fmt: skip
-    if check is None:
-        return ""  # another program, such as head behind a pipe
     try:
-        check(words[1:])
+        if words[0] == "make":
+            _check_make(words[1:])
+        elif words[0] == "kubectl":
+            _check_job_set(words)
+        elif words[0] in ("python", "srun", "sbatch"):
+            _check_python(words[1:])
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())
     return ""
@@ -141,114 +136,95 @@ def fault(command: Command) -> str:
 def _check_make(words: list[str]) -> None:
     text = (ROOT / "Makefile").read_text()
     for word in words:
-        name, _, value = word.partition("=")
-        pattern = rf"^{name} \??=" if value else rf"^{name}:"
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"^{name} \??=" if is_variable else rf"^{name}:"
         if not re.search(pattern, text, re.MULTILINE):
-            raise ValueError(
-                f"the Makefile has no {'variable' if value else 'target'} {name}"
-            )
+            kind = "variable" if is_variable else "target"
+            raise ValueError(f"the Makefile has no {kind} {name}")
+
+
+def _check_job_set(words: list[str]) -> None:
+    """Check the program of a JobSet."""
+    for path in (words[i + 1] for i, word in enumerate(words) if word == "-f"):
+        [workers] = yaml.safe_load((ROOT / path).read_text())["spec"]["replicatedJobs"]
+        [container] = workers["template"]["spec"]["template"]["spec"]["containers"]
+        _check_python([container["command"][-1], *container["args"]])
 
 
 def _check_python(words: list[str]) -> None:
-    if words[:1] == ["-m"]:
+    """Check a script and its arguments, behind options of srun or sbatch, and the
+    program behind '--'."""
+    if words[0] == "-m":
         if importlib.util.find_spec(words[1]) is None:
             raise ValueError(f"there is no module {words[1]}")
         return
+    while words and (words[0].startswith("-") or words[0] == "python"):
+        words = words[1:]
+    if not words or not (ROOT / words[0]).is_file():
+        raise ValueError(f"there is no script {' '.join(words[:1])}")
     script, *rest = words
-    if not (ROOT / script).is_file():
-        raise ValueError(f"there is no script {script}")
-    args = parsed(script, rest)
-    if script == "train/main.py":
-        check_config(args)
-    elif script == "tools/launch/local.py":
-        _check_local(args, rest)
-    elif "--" in rest:
-        _check_python(rest[rest.index("--") + 1 :])
-    elif isinstance(getattr(args, "gin_param", None), list) and hasattr(
-        args, "run_dir"
-    ):
-        check_bindings(args.gin_param)
-    elif getattr(args, "gin_file", None):
-        check_config(args)
+    if script == SBATCH:
+        script = "train/main.py"
+    if script.endswith(".py"):
+        args = parsed(script, rest)
+        if script == "train/main.py":
+            check_config(args)
+        elif isinstance(getattr(args, "gin_param", None), list):
+            check_bindings(args.gin_param)
+        if "--" in rest:
+            _check_python(rest[rest.index("--") + 1 :])
 
 
 def parsed(script: str, words: list[str]) -> argparse.Namespace:
     """Return the arguments that a script's own parser makes of `words`. Raises
-    ValueError where it refuses them. Nothing else of the script runs."""
-    parser, argv = reach_parser(script, words)
-    parser.allow_abbrev = False
+    ValueError where it refuses them, or where it has none. Nothing else of the script
+    runs."""
+    with mock.patch.object(sys, "path", list(sys.path)):
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_alone(parser, argv=None, namespace=None):
+        parser.allow_abbrev = False
+        raise _Reached(parse(parser, argv))
 
     def refuse(parser, message):
         raise ValueError(message)
 
     with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_alone),
         mock.patch.object(argparse.ArgumentParser, "error", refuse),
         mock.patch.object(sys, "argv", [script, *words]),
-    ):
-        try:
-            return parser.parse_args(argv)
-        except SystemExit as end:
-            raise ValueError(f"{script} ends with code {end.code}") from end
-
-
-def reach_parser(
-    script: str, words: list[str]
-) -> tuple[argparse.ArgumentParser, list[str] | None]:
-    """Return the parser of a program that gets `words`, and the words that it would
-    parse. Nothing else of the program runs. Raises ValueError where it has none."""
-    with mock.patch.object(sys, "path", list(sys.path)):
-        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-
-    def stop(parser, argv=None, namespace=None):
-        raise _Reached(parser, argv)
-
-    with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
-        mock.patch.object(sys, "argv", [script, *words]),
-        contextlib.suppress(SystemExit),
     ):
         try:
             takes_words = inspect.signature(module.main).parameters
             module.main(*([words] if takes_words else []))
         except _Reached as reached:
-            return reached.args
+            return reached.args[0]
+        except SystemExit as end:
+            raise ValueError(f"{script} ends with code {end.code}") from end
     raise ValueError(f"{script} has no argument parser")
 
 
 class _Reached(BaseException):
-    """A program has made its parser: it goes no further."""
+    """A program has parsed its arguments: it goes no further."""
 
 
-def _check_local(args: argparse.Namespace, words: list[str]) -> None:
-    """Check the program behind '--', and that its devices divide among processes."""
-    program = words[words.index("--") + 1 :]
-    _check_python(program)
-    if program[0] == "train/main.py":
-        cfg = check_config(parsed(program[0], program[1:]))
-        number, processes = cfg.train.num_simulated_devices, args.num_processes
-        if number and number % processes:
-            raise ValueError(f"{number} simulated devices for {processes} processes")
-
-
-def check_config(args: argparse.Namespace) -> Config:
-    """Return the configuration of --gin_file and --gin_param; raise ValueError where it
-    or its layout is invalid. STAND_IN replaces a file without a folder that is not
-    there, and the config.gin of a run in runs/. A published folder that is not there
-    decides nothing."""
-    files = args.gin_file if isinstance(args.gin_file, list) else [args.gin_file]
-    there = [ROOT / name if (ROOT / name).is_file() else STAND_IN for name in files]
-    for name in files:
-        is_of_run = str(name).startswith("runs/")
-        if "/" in str(name) and not is_of_run and not (ROOT / name).is_file():
-            raise ValueError(f"there is no file {name}")
+def check_config(args: argparse.Namespace) -> None:
+    """Raise ValueError where --gin_file and --gin_param make no valid run. STAND_IN
+    replaces a file without a folder that is not there, and the config.gin of a run in
+    runs/. A published folder that is not there decides nothing."""
     check_bindings(args.gin_param)
-    params = [param for param in args.gin_param if not FROM_HF.match(param)]
-    cfg = load(there, params)
+    files = args.gin_file if isinstance(args.gin_file, list) else [args.gin_file]
+    for i, name in enumerate(map(str, files)):
+        is_there = (ROOT / name).is_file()
+        if "/" in name and not name.startswith("runs/") and not is_there:
+            raise ValueError(f"there is no file {name}")
+        files[i] = ROOT / name if is_there else STAND_IN
+    cfg = load(files, [param for param in args.gin_param if not FROM_HF.match(param)])
     balance = cfg.balance
     if balance.calibration and not (ROOT / balance.calibration).is_file():
         balance = dataclasses.replace(balance, calibration=None)
     make_run(dataclasses.replace(cfg, balance=balance))
-    return cfg
 
 
 def check_bindings(params: list[str]) -> None:
@@ -260,55 +236,3 @@ def check_bindings(params: list[str]) -> None:
             convert(ast.literal_eval(text), KINDS[name])
         except TypeError as problem:
             raise ValueError(f"{param}: {problem}") from problem
-
-
-def _check_sbatch(words: list[str]) -> None:
-    """Check sbatch's options and the script; the devices of the mesh must be those of
-    the nodes."""
-    options, rest = _sbatch_options(words)
-    if not rest or not (ROOT / rest[0]).samefile(SBATCH):
-        raise ValueError("no tools/launch/slurm.sbatch behind sbatch's options")
-    args = parsed("train/main.py", rest[1:])
-    check_devices(
-        check_config(args), int(options["nodes"]), int(options["gpus-per-node"])
-    )
-
-
-def _sbatch_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return sbatch's options, those in the script included, and the words behind."""
-    options = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text()))
-    rest = list(words)
-    while rest and rest[0].startswith("--"):
-        name, _, value = rest.pop(0).removeprefix("--").partition("=")
-        if name not in SBATCH_FLAGS:
-            raise ValueError(f"sbatch --{name} is not in SBATCH_FLAGS of the test")
-        options[name] = value
-    return options, rest
-
-
-def check_devices(cfg: Config, nodes: int, gpus_per_node: int) -> None:
-    """Raise ValueError unless the mesh has the devices of the nodes."""
-    if cfg.mesh.num_devices != nodes * gpus_per_node:
-        raise ValueError(
-            f"Mesh ({cfg.mesh}) has {cfg.mesh.num_devices} devices, and {nodes} nodes "
-            f"of {gpus_per_node} GPUs have {nodes * gpus_per_node}"
-        )
-
-
-def _check_srun(words: list[str]) -> None:
-    while words and words[0].startswith("-"):
-        words.pop(0)
-    if words[:1] == ["python"]:
-        _check_python(words[1:])
-
-
-def _check_kubectl(words: list[str]) -> None:
-    """Check a JobSet's program; the devices of the mesh must be those of its pods."""
-    for path in (words[i + 1] for i, word in enumerate(words) if word == "-f"):
-        [workers] = yaml.safe_load((ROOT / path).read_text())["spec"]["replicatedJobs"]
-        job = workers["template"]["spec"]
-        [container] = job["template"]["spec"]["containers"]
-        _, script = container["command"]
-        cfg = check_config(parsed(script, container["args"]))
-        limits = container["resources"]["limits"]
-        check_devices(cfg, job["completions"], limits["nvidia.com/gpu"])

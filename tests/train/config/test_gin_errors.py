@@ -150,15 +150,6 @@ def test_a_broken_rule_names_the_binding_in_force_and_the_others(
     assert bool(others) == bool(with_others)
 
 
-def test_a_domain_over_dc_says_what_to_set() -> None:
-    fix = "cuts the dc axis; set Dispatch.group = 'dc_expert' and Mesh.dc = 2"
-    assert fix in refusal([], [DOMAIN])
-    assert fix in refusal([], [DOMAIN, GROUP])
-    with_dc = ["Mesh.dc = 2", "Train.batch_size = 2", DOMAIN]
-    assert fix in refusal([], with_dc)
-    assert load([], [*with_dc, GROUP]).dispatch.domain == (2, 1)
-
-
 def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tiny.gin").write_text("Train.seed = 1")
     message = refusal([tmp_path / "tinny.gin"])

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import re
 import subprocess
 import sys
 from typing import Literal
@@ -16,7 +15,6 @@ from train.config.gin_reader import ConfigError, load, render
 from train.config.names import CLASSES, KINDS, convert
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.gin"))
 
 
 def test_later_files_win_then_params_in_order(tmp_path: pathlib.Path) -> None:
@@ -54,12 +52,6 @@ def test_include_is_relative_to_the_file_then_to_the_working_directory(
     assert load([], ["include 'here.gin'"]).data.seed == 2
 
 
-def test_an_int_is_a_float_and_stays_one() -> None:
-    rate = load([], ["Optimizer.learning_rate = 1"]).optimizer.learning_rate
-    assert rate == 1.0
-    assert type(rate) is float
-
-
 @pytest.mark.parametrize(
     ("value", "kind", "expected"),
     [
@@ -68,19 +60,12 @@ def test_an_int_is_a_float_and_stays_one() -> None:
         ((), tuple[int, ...], ()),
         (None, tuple[int, int] | None, None),
         (2, Literal[1, 2], 2),
+        (1, float, 1.0),
     ],
 )
 def test_convert_accepts(value: object, kind: object, expected: object) -> None:
     result = convert(value, kind)
     assert (result, repr(result)) == (expected, repr(expected))
-
-
-def test_configurables_are_the_dataclasses_of_config() -> None:
-    assert set(CLASSES) == {
-        "Mesh", "Model", "Moe", "Dispatch", "Router", "Recorded", "Optimizer", "Data",
-        "Train", "Checkpoint", "Processes", "Balance", "Attention", "Rope", "Mla",
-    }  # fmt: skip
-    assert KINDS["Train.num_steps"] is int
 
 
 def test_render_holds_every_field_and_loads_again(tmp_path: pathlib.Path) -> None:
@@ -100,15 +85,11 @@ def test_render_holds_every_field_and_loads_again(tmp_path: pathlib.Path) -> Non
     path.write_text(text)
     assert load([path]) == config
     assert render(load([path])) == text
-
-
-def test_render_of_what_is_changed_leaves_defaults_out() -> None:
+    changed = render(config, only_changed=True)
+    assert load([], [changed]) == config
+    assert "Mesh.expert = 2\n" in changed
+    assert "Mesh.dc" not in changed
     assert render(Config(), only_changed=True) == ""
-    config = load([ROOT / "configs" / "skewed_cpu.gin"])
-    text = render(config, only_changed=True)
-    assert "Mesh.expert = 8\n" in text
-    assert "Mesh.dc" not in text
-    assert load([], [text]) == config
 
 
 def test_loads_in_one_process_are_independent(tmp_path: pathlib.Path) -> None:
@@ -145,19 +126,10 @@ def test_gin_files_run_nothing(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_config_loads_and_says_what_it_is(name: str) -> None:
-    path = ROOT / "configs" / f"{name}.gin"
-    config = load([path])
-    assert load([], [render(config)]) == config
-    header = path.read_text().split("\n\n")[0]
-    own = f"python train/main.py --gin_file=configs/{name}.gin"
-    measured = {
-        "race_cpu": "python tools/testbed/run.py pair",
-    }
-    assert measured.get(name, own) in header
-    for word in ("command", "hardware", "duration", "expected"):
-        assert re.search(rf"^#   {word}    ?\S", header, re.MULTILINE)
+def test_shipped_configs_load() -> None:
+    for path in (ROOT / "configs").glob("*.gin"):
+        config = load([path])
+        assert load([], [render(config)]) == config
 
 
 def test_load_needs_no_jax() -> None:
