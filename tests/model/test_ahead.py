@@ -1,22 +1,14 @@
-"""Layers whose weights are fetched a layer ahead compute the same, bit for bit, and the
-backward pass fetches again what it would have to keep."""
-
-import dataclasses
-import functools
+"""A scan that fetches weights a layer ahead is the scan, and the backward pass fetches
+again what it would have to keep."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.model import ahead
-from moejax.moe.weights import dependency
-from moejax.plan.layout import Topology
 from tests.support.close import assert_close
-from tests.support.plain_model import network
 from tests.support.primitives import equations
-from tests.support.steps import QUICK
 
 D = 5
 
@@ -111,102 +103,3 @@ def test_each_pass_fetches_each_layer_and_one_more(num_layers):
         if eqn.primitive.name == "dynamic_slice" and eqn.outvars[0].aval.size == D * D
     ]
     assert sum(casts) == 2 * (num_layers + 1)
-
-
-E, T = 8, 8
-SMALL = Config(
-    model=Model(
-        vocab_size=16, d_model=16, num_layers=2, num_heads=2, num_kv_heads=2,
-        head_dim=8, d_ff=16, compute_dtype="float32",
-    ),
-    moe=Moe(num_experts=E, top_k=2, d_expert=16),
-    data=Data(seq_len=T),
-    train=Train(batch_size=8, loss_chunk=T),
-)  # fmt: skip
-COPIES = {"slots_per_device": 3}
-DATA, TENSOR = Topology(data=2, expert=4), Topology(data=2, expert=2, tensor=2)
-TWO_DCS = Topology(dc=2, data=2, expert=2)
-CASES = {
-    "owned": (DATA, {"store": "owned"}, {"remat": "full"}),
-    "no experts' axis": (Topology(data=8), {"store": "owned"}, {"remat": "full"}),
-    "kept": (DATA, {"store": "owned"}, {"remat": "none"}),
-    "one layer": (DATA, {}, {"remat": "full", "num_layers": 1}),
-    "three layers": (DATA, {}, {"remat": "dispatch", "num_layers": 3}),
-    "dense first": (
-        DATA, {}, {"remat": "full", "num_layers": 3, "first_k_dense": 1}
-    ),
-    "every second": (
-        DATA, {}, {"remat": "full", "num_layers": 4, "moe_every": 2}
-    ),
-    "transient": (
-        DATA, {"store": "transient", "split": "local_first", **COPIES},
-        {"remat": "full"},
-    ),
-    "resident": (
-        DATA, {"store": "resident", "split": "water_filling", **COPIES},
-        {"remat": "full"},
-    ),
-    "sharded": (DATA, {"store": "sharded", "slots_per_device": 3}, {"remat": "full"}),
-    "merged": (
-        DATA, {"group": "data_expert", "store": "transient", "slots_per_device": 2},
-        {"remat": "full"},
-    ),
-    "awaited": (
-        Topology(expert=4),
-        {"store": "transient", "split": "local_first", **COPIES},
-        {"remat": "full"},
-    ),
-    "two dcs": (TWO_DCS, {"store": "owned"}, {"remat": "full"}),
-    "domain": (
-        TWO_DCS, {"group": "dc_expert", "domain": (2, 1)}, {"remat": "full"}
-    ),
-    **{
-        schedule: (TENSOR, {"schedule": schedule}, {"remat": "full"})
-        for schedule in ("base", "s1", "s2", "s1h", "local")
-    },
-    "one shard": (TENSOR, {"schedule": "s1h", "expert_shards": 1}, {"remat": "full"}),
-}  # fmt: skip
-
-
-@functools.cache
-def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 16, (8, T))
-
-
-def gradient(name: str, prefetch: bool):
-    """Return the loss of a case and the gradients of its parameters."""
-    mesh, dispatch, model = CASES[name]
-    policy = "micromoe" if dispatch.get("split") == "water_filling" else "home"
-    cfg = dataclasses.replace(
-        SMALL,
-        mesh=mesh,
-        model=dataclasses.replace(SMALL.model, **model),
-        dispatch=Dispatch(rows_per_peer=64, prefetch=prefetch, **dispatch),
-        balance=Balance(policy=policy),
-    )
-    ours = network(cfg)
-
-    def loss(params):
-        hidden_btd, sums, _ = ours.apply(params, tokens())
-        return (hidden_btd**2).mean() + 0.1 * sums.z.mean() + sums.sequence.mean()
-
-    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(ours.params)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flop_per_byte", [0, dependency.FLOP_PER_BYTE])
-def test_rows_that_wait_for_copies_are_the_same_bits(flop_per_byte, monkeypatch):
-    """Without a price per byte copies fit under attention, and rows wait for them; in
-    so small a model they do not, and rows wait for the offers."""
-    monkeypatch.setattr(dependency, "FLOP_PER_BYTE", flop_per_byte)
-    actual, expected = (gradient("awaited", prefetch) for prefetch in (True, False))
-    pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_the_model_is_the_same_bits(name):
-    actual, expected = (gradient(name, prefetch) for prefetch in (True, False))
-    pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)

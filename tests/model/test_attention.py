@@ -67,30 +67,23 @@ def random_positions(seed: int, b: int, u: int, is_begun: bool):
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_documents_of_windows(is_begun):
+def test_documents_and_chunks_of_windows(is_begun):
+    """A token reads the keys of its document up to its own; in a chunked layer those of
+    them whose position has the same chunk. Joined documents are one."""
     position_bt = random_positions(0, 6, 24, is_begun)
     context = AttentionContext.from_windows(jnp.asarray(position_bt), CFG)
-    expected_btu = is_read_by_definition(position_bt)
-    np.testing.assert_array_equal(is_read(context.first_bt, 24), expected_btu)
-    assert (np.diff(context.first_bt, axis=1) >= 0).all()
+    chunk_bt = position_bt // 3
+    of_document_btu = is_read_by_definition(position_bt)
+    of_chunk_btu = of_document_btu & (chunk_bt[:, :, None] == chunk_bt[:, None])
+    for first_bt, expected_btu in (
+        (context.first_bt, of_document_btu),
+        (context.first_of_chunk(3), of_chunk_btu),
+    ):
+        np.testing.assert_array_equal(is_read(first_bt, 24), expected_btu)
+        assert (np.diff(first_bt, axis=1) >= 0).all()
     cfg = dataclasses.replace(CFG, documents="joined")
     joined = AttentionContext.from_windows(jnp.asarray(position_bt), cfg)
-    assert (joined.first_bt == 0).all()
-    assert joined.first_bt.shape == position_bt.shape
-
-
-@pytest.mark.parametrize("is_begun", [True, False])
-def test_chunks_of_windows(is_begun):
-    """A token of a chunked layer reads the keys of its document, up to its own, whose
-    position has the same chunk."""
-    position_bt = random_positions(0, 6, 24, is_begun)
-    context = AttentionContext.from_windows(jnp.asarray(position_bt), CFG)
-    first_bt = context.first_of_chunk(3)
-    chunk_bt = position_bt // 3
-    expected_btu = is_read_by_definition(position_bt)
-    expected_btu &= chunk_bt[:, :, None] == chunk_bt[:, None]
-    np.testing.assert_array_equal(is_read(first_bt, 24), expected_btu)
-    assert (np.diff(first_bt, axis=1) >= 0).all()
+    np.testing.assert_array_equal(joined.first_bt, np.zeros((6, 24)))
 
 
 def test_documents_of_a_cache():

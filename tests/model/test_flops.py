@@ -10,7 +10,6 @@ from moejax.config import (
     Attention,
     Config,
     Data,
-    Dispatch,
     Mla,
     Model,
     Moe,
@@ -36,14 +35,13 @@ BASE = Config(
 )  # fmt: skip
 
 
-def vary(moe=None, router=None, dispatch=None, attention=None, mla=None, **model):
+def vary(moe=None, router=None, attention=None, mla=None, **model):
     """Return BASE with changes; `moe` and `model` hold fields, the others are whole."""
     return dataclasses.replace(
         BASE,
         model=dataclasses.replace(BASE.model, **model),
         moe=dataclasses.replace(BASE.moe, **(moe or {})),
         router=router or BASE.router,
-        dispatch=dispatch or BASE.dispatch,
         attention=attention or BASE.attention,
         mla=mla or BASE.mla,
     )
@@ -63,8 +61,10 @@ CONFIGS = {
     "sigmoid, one of eight": vary(
         moe={"num_experts": 8, "top_k": 1}, router=Router(kind="sigmoid")
     ),
+    "shortcut": vary(
+        moe={"num_shared_experts": 1}, num_layers=4, moe_every=2, block="shortcut"
+    ),
 }
-
 
 PATTERNS = {
     "two MoE layers a cycle": vary(num_layers=6, layers=("moe", "dense", "moe")),
@@ -137,12 +137,10 @@ def test_flops_of_each_part_computed_by_hand():
     assert flops.router == 2 * 2 * 16 * 4
     assert flops.head == 2 * 16 * 48
     assert flops.train == 3 * flops.forward == 3 * sum(dataclasses.astuple(flops))
-
-
-def test_flops_of_gated_shared_experts():
-    """Two shared experts of width 20, and a gate of d = 16 numbers, in 2 layers."""
-    flops = flops_per_token(VECTORS["gate of two shared experts"].network)
-    assert flops.shared == 2 * (3 * 2 * 16 * 40 + 2 * 16)
+    gated = flops_per_token(VECTORS["gate of two shared experts"].network)
+    assert gated.shared == 2 * (3 * 2 * 16 * 40 + 2 * 16), "two of width 20, a gate"
+    dense = flops_per_token(vary(router=Router(training="dense")).network)
+    assert dense.routed == 2 * 4 * 3 * 2 * 16 * 24
 
 
 def test_flops_of_latent_attention_computed_by_hand():
@@ -172,11 +170,3 @@ def test_keys_that_a_token_reads(t):
     }
     total = sum(sum(counts[kind]) for kind in (*kinds, *kinds[:2]))
     assert num_keys(cfg) == pytest.approx(total / t)
-
-
-def test_padding_and_remat_are_not_counted():
-    """Wider buffers and recomputation do not raise the FLOPs that utilisation
-    counts."""
-    dispatch = Dispatch(buffer_factor=4.0, exchange="capacity")
-    cfg = vary(dispatch=dispatch, remat="full")
-    assert flops_per_token(cfg.network) == flops_per_token(BASE.network)

@@ -77,3 +77,4 @@ def test_the_rest_of_a_head_is_not_rotated():
     turned_bthi = rope(x_bthi, angles)
     np.testing.assert_array_equal(turned_bthi[..., 8:], x_bthi[..., 8:])
     np.testing.assert_array_equal(turned_bthi[..., :8], rope(x_bthi[..., :8], angles))
+    assert rope(jnp.asarray(x_bthi, jnp.bfloat16), angles).dtype == jnp.bfloat16

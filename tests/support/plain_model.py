@@ -87,19 +87,24 @@ def one_document(tokens_bt):
 def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
     """Return the final hidden states [b, t, d] in float32.
 
-    `params` are a Transformer's parameters as nested dicts, with stacked layers.
+    `params` are a Transformer's parameters as nested dicts, with stacked layers. Routed
+    experts of a shortcut layer read the input of attention.
     """
     model = cfg.model
     position_bt = one_document(tokens_bt) if position_bt is None else position_bt
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
         block, kind = _find_block(cfg, params, layer)
+        input_btd = x_btd
         normed_btd = norm(x_btd, block["attention_norm"], model)
         args = normed_btd, position_bt, kind.attention
         x_btd = x_btd + attention(cfg, block["attention"], *args)
         normed_btd = norm(x_btd, block["ff_norm"], model)
         if kind.is_moe:
-            x_btd = x_btd + moe(cfg, block["moe"], normed_btd)
+            routed_btd = normed_btd
+            if model.block == "shortcut":
+                routed_btd = norm(input_btd, block["routed_norm"], model)
+            x_btd = x_btd + moe(cfg, block["moe"], routed_btd)
         if "dense" in block:
             x_btd = x_btd + swiglu(block["dense"], normed_btd)
     return norm(x_btd, params["norm"], model)
