@@ -1,5 +1,7 @@
 """Test the scaling of RoPE's frequencies, and partial rotation."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,26 +23,25 @@ def test_linear_scaling_compresses_positions():
     assert_close(scaled, rotation(position_bt, DIM, THETA, Rope()))
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        Rope(scaling="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0),
-        Rope(scaling="yarn", factor=8.0, truncate=False),
-        Rope(scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=32.0),
-    ],
-    ids=["yarn", "yarn, not truncated", "llama3"],
-)
-def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
-    """Pairs that rotate more than 32 times within the original length are kept, those
-    that rotate less than once are divided, and those between lie between. Rounding the
-    ends of YaRN's ramp moves each by less than a pair."""
+@pytest.mark.parametrize("kind", ["yarn", "yarn, not truncated", "llama3"])
+def test_high_frequencies_are_kept_and_low_ones_divided(kind):
+    """Pairs that rotate more than 32 times within the original length are kept, and
+    those that rotate less than once are divided by 8. Between, YaRN's ramp is linear in
+    the pair, from ends that are rounded outwards, and Llama-3's in the rotations."""
+    scaling, pair_j = Rope(scaling="yarn", factor=8.0), np.arange(DIM // 2)
+    ends = np.interp([-np.log(32), 0], -np.log(ROTATIONS_J), pair_j)
+    if kind == "yarn":
+        ends = np.floor(ends[0]), np.ceil(ends[1])
+    expected_j = np.interp(pair_j, ends, [1, 1 / 8])
+    if kind == "yarn, not truncated":
+        scaling = dataclasses.replace(scaling, truncate=False)
+    if kind == "llama3":
+        scaling = Rope(
+            scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=32.0
+        )
+        expected_j = np.interp(ROTATIONS_J, [1, 32], [1 / 8, 1])
     share_j = scaled_frequencies(DIM, THETA, scaling) / PLAIN_J
-    pairs_off = PLAIN_J[0] / PLAIN_J[1]
-    np.testing.assert_allclose(share_j[pairs_off * 32 < ROTATIONS_J], 1)
-    np.testing.assert_allclose(share_j[pairs_off < 1 / ROTATIONS_J], 1 / 8)
-    assert (np.diff(share_j) <= 0).all()
-    between_j = (pairs_off < ROTATIONS_J) & (32 / pairs_off > ROTATIONS_J)
-    assert ((share_j > 1 / 8) & (share_j < 1))[between_j].all()
+    np.testing.assert_allclose(share_j, expected_j)
 
 
 @pytest.mark.parametrize(
