@@ -252,8 +252,7 @@ FORMATS = {
     ),
     "trace": Format("a.npz", build_trace, read_trace, BYTES, "a.npz"),
     "jsonl": Format(
-        "a.jsonl", write_texts("a.jsonl", write_jsonl), read_corpus, TEXT, "a.jsonl",
-        60,
+        "a.jsonl", write_texts("a.jsonl", write_jsonl), read_corpus, TEXT, "a.jsonl"
     ),
     "jsonl.gz": Format(
         "a.jsonl.gz", write_texts("a.jsonl.gz", write_jsonl), read_corpus, BYTES,
