@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from moejax.config import Data
+from tests.support.data_files import write_jsonl, write_parquet
 from train import data
 from train.data.prepared import prepare
 from train.data.token_streams import read_tokens
@@ -32,18 +34,6 @@ def load(corpus, vocab_size=256, **fields):
 
 def all_tokens(stream):
     return read_tokens(stream, [0], stream.num_tokens)[0].tolist()
-
-
-def refusal(corpus, **fields):
-    with pytest.raises(ValueError) as error:
-        load(corpus, **fields)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def write_lines(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 def concatenate_texts(texts):
@@ -73,33 +63,24 @@ def test_one_text_file_is_one_document_split_at_its_end(tmp_path):
     assert corpus.sources[0].train.start_d.tolist() == [0]
 
 
-def test_jsonl_is_made_into_documents(tmp_path):
-    corpus = load(write_lines(tmp_path / "a.jsonl"))
-    assert read_both(corpus) == split_texts(TEXTS)
-    assert corpus.sources[0].train.start_d.size == 8
-
-
-def test_a_glob_of_texts_and_one_of_parquet(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def test_files_of_all_kinds_make_the_same_documents(tmp_path):
+    """One JSONL file, its prepared folder, globs of texts, and parquet."""
     folder = tmp_path / "with space [1]"
     folder.mkdir()
     for i, text in enumerate(TEXTS):
         (folder / f"{i:02d}.txt").write_text(text)
-    pq.write_table(pa.table({"text": TEXTS}), folder / "all.parquet")
+    write_parquet(folder / "all.parquet", TEXTS)
+    source = write_jsonl(folder / "a.jsonl", TEXTS)
+    prepare([source], folder / "shards", load_tokenizer("bytes"))
     (tmp_path / "link").symlink_to(folder)
-    for name in ("link/*.txt", "with space ?1?/*.txt", "link/all.parquet"):
-        assert read_both(load(tmp_path / name)) == split_texts(TEXTS)
-    assert read_both(load(folder / "all.parquet")) == split_texts(TEXTS)
-
-
-def test_a_prepared_folder_is_the_same_data_as_its_sources(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl")
-    prepare([source], tmp_path / "shards", load_tokenizer("bytes"))
-    corpus = load(tmp_path / "shards")
-    assert read_both(corpus) == split_texts(TEXTS)
-    assert corpus.sha256 == load(source).sha256
+    for path in (
+        source, folder / "shards", tmp_path / "with space ?1?" / "*.txt",
+        tmp_path / "link" / "*.txt", folder / "all.parquet",
+    ):  # fmt: skip
+        corpus = load(path)
+        assert read_both(corpus) == split_texts(TEXTS)
+        assert corpus.sources[0].train.start_d.size == 8
+    assert load(source).sha256 == load(folder / "shards").sha256
 
 
 def write_tokenizer(path, words):
@@ -113,30 +94,23 @@ def write_tokenizer(path, words):
 
 
 def test_a_tokenizers_file_makes_the_tokens_and_is_part_of_the_data(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 9)
+    source = write_jsonl(tmp_path / "a.jsonl", ["the cat sat"] * 9)
     words = write_tokenizer(tmp_path / "words.json", ["cat", "sat", "the"])
     corpus = load(source, tokenizer=words)
     assert read_both(corpus) == ([1, 4, 2, 3] * 6, [1, 4, 2, 3] * 3)
     assert data.byte_sample(corpus, 100) is None
     (tmp_path / "plain.txt").write_text("the cat sat " * 9)
-    assert read_both(load(tmp_path / "plain.txt", tokenizer=words))[0][:4] == [
-        1,
-        4,
-        2,
-        3,
-    ]
+    (first, *_) = read_both(load(tmp_path / "plain.txt", tokenizer=words))
+    assert first[:4] == [1, 4, 2, 3]
     saved = data.identity(corpus, SMALL, 2)
     write_tokenizer(words, ["the", "cat", "sat"])
     other = load(source, tokenizer=words)
     with pytest.raises(ValueError, match="tokenizer_sha256 was"):
         data.check_identity(saved, data.identity(other, SMALL, 2))
-    assert "5 ids, but Model.vocab_size=4" in refusal(
-        source, tokenizer=words, vocab_size=4
-    )
 
 
 def test_several_corpora_have_weights(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl")
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     plain = tmp_path / "b.txt"
     plain.write_text("abcdefghij" * 30)
     by_size = load([source, plain])
@@ -148,7 +122,7 @@ def test_several_corpora_have_weights(tmp_path):
 
 
 def test_whole_documents_for_evaluation(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:1])
     cfg = dataclasses.replace(SMALL, corpus=str(source))
     tokenizer, (stream,) = data.load_unsplit(cfg, 256, lambda _: None)
     assert tokenizer.separator == 0
@@ -167,45 +141,44 @@ def test_the_shortest_file_is_one_window_over_and_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "fields", "message"),
     [
-        (None, "' is not a file: check the path"),
-        (b"", "': the files hold no text (1 empty documents): check the files"),
-        (b"x" * 13, "' has 10 tokens to train on and 4 held out, but a window of "),
+        ("none.txt", {}, "' is not a file: check the path"),
+        ("empty.txt", {}, r"': the files hold no text \(1 empty"),
+        ("x.txt", {}, "' has 10 tokens to train on and 4 held out, but a window of "),
+        ("a.[bj]*", {}, ".*a.bin' holds tokens, not text: name a folder"),
+        (".", {}, "' is not a folder of prepared tokens: .*name its files, such as"),
+        ("*.none", {}, "': the glob .* matches no file"),
+        ("bad.jsonl", {}, "': '.*bad.jsonl:2' is not a document: not JSON"),
+        ("shards", {"separator": 1}, "': prepared with the tokenizer"),
+        ("damaged", {}, "': .*shard-00000.bin' with its .idx differs"),
     ],
 )
-def test_a_bad_file_is_one_clear_line(tmp_path, text, message):
-    path = tmp_path / "text.txt"
-    if text is not None:
-        path.write_bytes(text)
-    assert refusal(path).startswith(f"Data.corpus='{path}{message}")
-
-
-def test_files_that_make_no_corpus(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl")
+def test_a_bad_corpus_is_one_line_that_names_it(tmp_path, name, fields, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "x.txt").write_text("x" * 13)
     (tmp_path / "a.bin").touch()
-    assert "holds tokens, not text: name a folder" in refusal(tmp_path / "a.[bj]*")
-    assert "name its files, such as" in refusal(tmp_path)
-    assert "matches no file" in refusal(tmp_path / "*.none")
-    assert "has 256 ids, but Model.vocab_size=255" in refusal("x.txt", vocab_size=255)
-    with source.open("a") as file:
-        file.write("{\n")
-    assert "a.jsonl:13' is not a document: not JSON" in refusal(source)
-
-
-def test_a_damaged_shard_and_another_tokenizer_are_named(tmp_path):
-    folder = tmp_path / "shards"
-    prepare([write_lines(tmp_path / "a.jsonl")], folder, load_tokenizer("bytes"))
-    message = refusal(folder, separator=1)
-    assert message.startswith(f"Data.corpus='{folder}': prepared with the tokenizer")
-    path = folder / "shard-00000.bin"
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "bad.jsonl").write_text(source.read_text().splitlines()[0] + "\n{\n")
+    for folder in ("shards", "damaged"):
+        prepare([source], tmp_path / folder, load_tokenizer("bytes"))
+    path = tmp_path / "damaged" / "shard-00000.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    message = refusal(folder)
-    assert message.startswith(f"Data.corpus='{folder}': '{path}' with its .idx differs")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / name, **fields)
+    assert "\n" not in str(error.value)
+    assert re.match(
+        rf"Data.corpus='{re.escape(str(tmp_path / name))}{message}", str(error.value)
+    )
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"256 ids, but Model\.vocab_size=255"):
+        load("x.txt", vocab_size=255)
 
 
 def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl")
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def identity(path):
         cfg = dataclasses.replace(SMALL, corpus=str(path))
@@ -215,7 +188,7 @@ def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
     (tmp_path / "far").mkdir()
     moved = source.rename(tmp_path / "far" / "b.jsonl")
     data.check_identity(saved, identity(moved))
-    write_lines(moved, [*TEXTS[:-1], "another"])
+    write_jsonl(moved, [*TEXTS[:-1], "another"])
     with pytest.raises(
         ValueError, match=r"other data: name was a.*; sha256 was"
     ) as error:
@@ -235,8 +208,13 @@ def test_a_byte_sample_is_spread_and_shared(tmp_path):
     assert count["A"] > 0
     assert count["a"] > 0
     assert data.byte_sample(corpus, 2**26).size == corpus.num_train_tokens
+    alone = load(tmp_path / "a")
+    assert data.byte_sample(alone, alone.num_train_tokens).size == (
+        alone.num_train_tokens
+    )
 
 
-def test_jax_is_not_imported_with_the_module():
-    code = "import sys, train.data, train.eval.ngram; sys.exit('jax' in sys.modules)"
+def test_jax_is_not_imported_with_modules_that_tools_use_without_it():
+    names = "train.data, train.eval.ngram, train.logs.profile, train.logs.trackers"
+    code = f"import sys, {names}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,9 +19,9 @@ def read_all(path: Path, text_key: str = "text", forbidden: str | None = "\0"):
     for part in read(path, text_key, forbidden):
         assert len(part.text) <= documents.BLOCK_CHARS
         if part.begins:
-            texts.append("")
-        texts[-1] += part.text
-    return texts
+            texts.append([])
+        texts[-1].append(part.text)
+    return ["".join(parts) for parts in texts]
 
 
 @pytest.mark.parametrize("name", ["a b.jsonl", "a.ndjson", "a.JSONL.gz", "a.parquet"])
@@ -29,7 +29,8 @@ def test_records_come_back_as_they_were(tmp_path, monkeypatch, name):
     write = write_parquet if name.endswith("parquet") else write_jsonl
     for size in (documents.BLOCK_CHARS, 10):
         monkeypatch.setattr(documents, "BLOCK_CHARS", size)
-        assert read_all(write(tmp_path / name, ["", *TEXTS])) == ["", *TEXTS]
+        for texts in ([], ["", *TEXTS]):
+            assert read_all(write(tmp_path / name, texts)) == texts
         path = write(tmp_path / name, key="body")
         assert read_all(path, "body") == list(TEXTS)
 
@@ -49,13 +50,10 @@ BAD_LINES = {
     b'["text"]': "is a list, not an object",
     b'{"body": "a", "id": 1}': "no field 'text' among body, id: .* by Data.text_key",
     b'{"messages": [{"role": "user"}]}': "messages hold conversations, .* as one text",
-    b'{"prompt": "a", "completion": "b"}': "completion, prompt hold conversations",
     rb'{"\ud800\u001b[2J": 1}': r"no field 'text' among .*",
     b'{"text": 1}': "is a int, not a string",
-    b'{"text": null}': "is a NoneType, not a string",
     rb'{"text": "\ud800"}': "surrogates not allowed",
     rb'{"text": "a\u0000"}': r"holds '\\x00', which separates documents",
-    b'{"text": "a", "n": %s}' % (b"1" * 5000): "not JSON",
     b'{"text": "%s"}' % (b"1" * 17 * 2**20): "is longer than 16 MiB",
 }
 
@@ -83,14 +81,16 @@ def test_a_row_without_text_is_named(tmp_path):
             read_all(path)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
-)
-def test_every_type_of_string_is_read(tmp_path, kind):
+def test_every_type_of_string_is_read(tmp_path):
+    kinds = (
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+    )
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), path)
-    assert read_all(path) == list(TEXTS)
+    for kind in kinds:
+        pq.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), path)
+        assert read_all(path) == list(TEXTS)
 
 
 def broken_text(path):
@@ -115,6 +115,10 @@ def damaged_parquet(path):
     path.write_bytes(data[:start] + b"\xff" * 8 + data[start + 8 :])
 
 
+def write_numbers(path):
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+
+
 def gzip_bomb(path):
     path.write_bytes(gzip.compress(b"a" * 70 * 2**20))
 
@@ -134,12 +138,7 @@ def parquet_bomb(path):
         ("a.parquet", cut_parquet, "not parquet, or damaged"),
         ("a.parquet", damaged_parquet, "damaged after row"),
         ("a.parquet", lambda p: write_parquet(p, key="b"), "no column 'text' among id"),
-        (
-            "chat.parquet",
-            lambda p: write_parquet(p, key="messages"),
-            "messages hold conversations",
-        ),
-        ("a.parquet", lambda p: write_parquet(p, [], "text"), None),
+        ("a.parquet", write_numbers, "holds int64, not strings"),
         ("a.txt.gz", gzip_bomb, "more than 67108864 characters"),
         ("a.parquet", parquet_bomb, "more than 67108864 characters"),
         ("a.txt", Path.mkdir, "Is a directory"),
@@ -148,17 +147,9 @@ def parquet_bomb(path):
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, write, message):
     path = tmp_path / name
     write(path)
-    if message is None:
-        assert read_all(path) == []
-        return
     with pytest.raises(ValueError, match=rf"'{path}'.*{message}") as error:
         read_all(path)
     assert "\n" not in str(error.value)
-
-
-def test_a_column_of_numbers_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds int64, not strings"):
-        read_all(write_parquet(tmp_path / "a.parquet"), "id")
 
 
 def test_globs_are_sorted_and_a_path_is_itself(tmp_path):
@@ -189,14 +180,13 @@ def test_what_names_no_text_is_refused(tmp_path, name, message):
         expand([f"{tmp_path}/{name}"])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_join_to_the_text_however_it_comes(monkeypatch, seed):
+def test_blocks_join_to_the_text_however_it_comes(monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARS", 20)
-    rng = random.Random(seed)
-    text = "".join(rng.choices("ab \né", k=500)) + "x" * 70
+    rng = random.Random(0)
+    text = "".join(rng.choices("ab \né", k=490)) + "x" * 70
     whole = list(blocks([text]))
     assert "".join(whole) == text
-    assert max(map(len, whole)) <= 20
+    assert {len(block) for block in whole} == {20}
     cuts = sorted(rng.choices(range(len(text)), k=30))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     assert list(blocks(parts)) == whole

@@ -41,7 +41,7 @@ def sharding():
     return NamedSharding(mesh, PartitionSpec(None, ("data", "expert")))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_batch_on_devices_is_the_batch(sharding, micro_batches):
     corpus = make_corpus([random_documents(0, 200)], held_out_every=4)
     batches = TrainBatches(corpus, Data(seq_len=8), BATCH)
@@ -58,8 +58,7 @@ def test_a_batch_on_devices_is_the_batch(sharding, micro_batches):
     assert sorted(read) == list(range(BATCH)), "each row is read once"
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize(("num_processes", "micro_batches"), [(1, 2), (2, 1), (4, 4)])
 def test_processes_read_every_row_once(sharding, num_processes, micro_batches):
     """Each has a block of whole tensor groups, as on machines with several devices."""
     devices = np.split(sharding.mesh.devices.ravel(), num_processes)

@@ -8,7 +8,7 @@ from tests.support.corpora import make_corpus, random_documents
 from train.data import HeldOut, TrainBatches
 from train.data.mixture import PERIOD, apportion, find_row, make_mixture
 
-WEIGHTS = [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (1e6, 1.0, 3e5), (3, 1)]
+WEIGHTS = [(1.0,), (0.7, 0.2, 0.1), (1e6, 1.0, 3e5)]
 CFG = Data(seq_len=8, held_out_every=4)
 
 
@@ -19,7 +19,7 @@ def corpus():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_period_has_the_shares_and_counts_items(weights):
+def test_a_period_has_the_shares_spread_evenly(weights):
     mixture = make_mixture(weights)
     expected_c = np.array(weights) / sum(weights) * PERIOD
     # No share is 0: the largest shares give one row each to those below one row.
@@ -27,17 +27,10 @@ def test_a_period_has_the_shares_and_counts_items(weights):
     assert mixture.share_c.min() >= 1
     assert mixture.share_c.sum() == PERIOD
     for corpus, share in enumerate(mixture.share_c):
-        items = mixture.item_j[mixture.corpus_j == corpus]
-        np.testing.assert_array_equal(items, np.arange(share))
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_any_prefix_is_near_the_shares(weights):
-    mixture = make_mixture(weights)
-    for corpus, share in enumerate(mixture.share_c):
-        count_j = np.cumsum(mixture.corpus_j == corpus)
-        expected_j = np.arange(1, PERIOD + 1) * share / PERIOD
-        assert np.abs(count_j - expected_j).max() <= max(1, len(weights) - 1)
+        is_own_j = mixture.corpus_j == corpus
+        np.testing.assert_array_equal(mixture.item_j[is_own_j], np.arange(share))
+        even_j = np.arange(1, PERIOD + 1) * share / PERIOD
+        assert np.abs(np.cumsum(is_own_j) - even_j).max() <= max(1, len(weights) - 1)
 
 
 def test_items_go_on_from_period_to_period():
@@ -60,7 +53,7 @@ def corpus_numbers(ids):
 
 def test_batches_are_mixed_by_weight_and_each_corpus_has_epochs(corpus):
     batches = TrainBatches(corpus, CFG, batch_size=50)
-    num_steps = 15
+    num_steps = 8
     ids = [name for i in range(num_steps) for name in batches.sample_ids(i, 0, 50)]
     assert len(set(ids)) == len(ids)
     counts = np.bincount(corpus_numbers(ids))
