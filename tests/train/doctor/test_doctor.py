@@ -21,7 +21,7 @@ from train.doctor.outcome import Outcome, from_text, merge, to_text
 from train.launch.program import RunFailed
 from train.main import main
 
-DONE, BAD_INPUT, FAILED = 0, 2, 3
+DONE, FAILED = 0, 3
 PLANTED = str(ROOT / "tests" / "support" / "planted.py")
 WRONG = {"error": 7.0, "devices": (2, 5), "detail": "3 came as 4"}
 
@@ -45,9 +45,9 @@ def resolve_here(*params: str):
     return resolve(cfg, make_mesh(cfg.mesh))
 
 
-def check_here(capfd, *params, flags=()):
+def check_here(capfd, *params):
     """Run train/main.py --check here; return exit code, output and errors."""
-    args = command("unused", *params, flags=["--check", *flags])[2:]
+    args = command("unused", *params, flags=["--check"])[2:]
     with mock.patch.dict(os.environ):
         code = main(args)
     return code, *capfd.readouterr()
@@ -74,8 +74,6 @@ def test_check_prints_a_table_and_a_record(found, capfd):
     names = [x["name"] for x in record["checks"]]
     assert names[0].startswith("swiglu (blocked, float32 32x32 rows ")
     assert "padded rows along expert" in names
-    assert all(f"\nright  {name} " in out for name in names)
-    assert f"{len(names)} checks on 8 x cpu in " in out
     assert not pathlib.Path("unused").exists()
 
     found |= WRONG
@@ -85,24 +83,6 @@ def test_check_prints_a_table_and_a_record(found, capfd):
     assert (code, err, record["exit_code"], record["is_right"]) == expected
     assert record["checks"][0]["devices"] == [2, 5]
     assert "\nWRONG  padded rows along expert " in out
-    assert "\npadded rows along expert: error 7, allowed 0, on device 2, 5 " in out
-
-
-@pytest.mark.parametrize(
-    ("flags", "params", "match"),
-    [
-        (["--dry_run"], [], "--check compares kernels and collectives, and trains"),
-        (["--fresh"], [], "without --dry_run, --fresh and --from_step"),
-        (["--from_step=3"], [], "without --dry_run, --fresh and --from_step"),
-        ([], ["Dispatch.transport = 'ragged'"], "XLA:CPU has no ragged_all_to_all"),
-        ([], ["Train.num_stps = 3"], "Train has no field num_stps"),
-    ],
-)
-def test_bad_input_of_check(capfd, flags, params, match):
-    code, _, err = check_here(capfd, *params, flags=flags)
-    assert code == BAD_INPUT
-    assert match in err
-    assert err.count("\n") == 1
 
 
 def test_a_run_ends_with_the_option_that_avoids_what_is_wrong(found):

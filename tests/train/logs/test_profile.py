@@ -85,30 +85,24 @@ def test_trace_holds_the_steps_of_the_window_and_the_names_of_our_parts(step, tm
 
 
 @pytest.mark.parametrize(
-    ("window", "steps", "said"),
+    ("window", "first", "last", "said"),
     [
-        ("", range(1, 4), []),
-        ("30:50", range(1, 4), ["no profile: the run ended before step 30"]),
-        (
-            "3:5", range(5, 8),
-            ["no profile: steps 3:5 lie before step 5, where this run goes on"],
-        ),
+        ("", 1, 3, None),
+        ("30:50", 1, 3, "no profile: the run ended before step 30"),
+        ("3:5", 5, 7, "no profile: steps 3:5 lie before step 5, "),
+        ("3:6", 1, 4, "profile of steps 3 to 4: "),
+        ("3:6", 4, 9, "profile of steps 4 to 5: "),
     ],
-)  # fmt: skip
-def test_a_run_without_steps_in_the_window_says_so(step, tmp_path, window, steps, said):
+)
+def test_a_run_says_which_steps_of_the_window_it_has(
+    step, tmp_path, window, first, last, said
+):
     messages = []
-    run_steps(Window(tmp_path, parse_steps(window), messages.append), step, steps)
-    assert messages == said
-    assert not list(tmp_path.iterdir())
-
-
-def test_run_that_ends_or_begins_within_the_window_keeps_its_part(step, tmp_path):
-    for first, last, kept in ((1, 4, "3 to 4"), (4, 9, "4 to 5")):
-        messages = []
-        window = Window(tmp_path / kept, range(3, 6), messages.append)
-        run_steps(window, step, range(first, last + 1))
-        assert len(messages) == 1
-        assert messages[0].startswith(f"profile of steps {kept}: ")
+    steps = parse_steps(window)
+    run_steps(Window(tmp_path, steps, messages.append), step, range(first, last + 1))
+    assert [message.startswith(said) for message in messages] == [True] * bool(said)
+    has_trace = (tmp_path / f"step-{window.replace(':', '-')}").exists()
+    assert has_trace == bool(said and said.startswith("profile"))
 
 
 def test_folder_that_cannot_be_written_costs_the_trace_and_not_the_run(step, tmp_path):
