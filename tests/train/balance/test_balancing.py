@@ -11,7 +11,6 @@ import pytest
 
 from moejax.balance.planning import Observed
 from tests.support.close import assert_close
-from tests.support.page_contract import decode, require_contract
 from tests.support.plan_history import plan_records, tables
 from tests.support.run_main import checkpoint_record
 from tests.support.run_schema import check_run
@@ -26,13 +25,11 @@ from tests.support.watched_run import (
     speeds,
     watched,
 )
-from tools.run_page.read import read_run
 from train.balance.record import BalanceRecord
 from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
 from train.eval import held_out
 from train.step.compiled import on_devices
-from train.step.step import make_eval_step
 
 pytestmark = pytest.mark.slow
 NUM_STEPS, SAVED_STEP = 39, 30
@@ -65,12 +62,6 @@ def swaps(house, tmp_path_factory):
 def owners(house, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("owners") / "run"
     return run_here(house, run_dir, "Balance.policy = 'smartmoe'", PATIENT)
-
-
-@pytest.fixture(scope="module")
-def other_programs():
-    """Return programs for another recorded load, which a compiled step contains."""
-    return {}
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +104,15 @@ def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
             assert line["plan"] == digests[num_adopted]
 
 
-def test_files_keep_their_schema(swaps, owners, relayout):
-    """Each line and each field of three runs is as the schema has it."""
+def test_files_keep_their_schema_and_plans_are_those_of_the_steps(
+    swaps, owners, relayout
+):
     for done in (swaps, owners, relayout):
         counts = check_run(done.run_dir)
         assert counts["step"] == NUM_STEPS
         assert counts["decision_line"] == len(done.decisions)
-        assert counts["plan"] == 1 + len(done.adopted)
         assert counts["attempt_begin"] == counts["attempt_end"] == 1
         assert counts["goodput_line"] >= 2
-
-
-def test_plans_are_those_of_the_steps(swaps, owners, relayout):
-    for done in (swaps, owners, relayout):
         lines = plan_records(done.run_dir)
         assert [line["step"] for line in lines] == [1, *done.adopted]
         for step, record in done.steps.items():
@@ -136,22 +123,6 @@ def test_plans_are_those_of_the_steps(swaps, owners, relayout):
         kinds = ["relayout"] * (done is relayout)
         assert [x["kind"] for x in lines if "bytes" in x] == ["start", *kinds]
         assert all(x["bytes"] for x in lines if "bytes" in x)
-
-
-def test_a_page_shows_what_the_runs_did(swaps, owners, relayout):
-    for one in (swaps, owners, relayout):
-        shown = read_run(one.run_dir)
-        require_contract(shown)
-        assert (shown["step"], shown["notes"]) == (NUM_STEPS, [])
-        assert shown["state"] == "stopped"  # these runs write no summary
-        assert len(shown["curves"]) >= 20
-        adopted = [d["adopt_step"] for d in shown["decisions"] if d["adopted"]]
-        assert adopted == one.adopted
-        assert [plan["step"] for plan in shown["plans"]] == [1, *one.adopted]
-        last_lp = one.plan(NUM_STEPS).slot_to_expert_lp
-        found_lp = decode(shown["plans"][-1]["slots_b64"], "<i2", *last_lp.shape)
-        assert np.array_equal(found_lp, last_lp)
-        assert shown["load"]["step"] == shown["rows"]["step"] == [10, 20, 30]
 
 
 def test_a_swap_evens_the_devices(swaps):
@@ -206,18 +177,15 @@ def test_steps_and_swaps_go_on_while_a_relayout_compiles(relayout):
     assert set(meanwhile) <= set(plans)
 
 
-@pytest.mark.parametrize("lag_steps", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_plans_may_change_at_every_step(
-    house, other_programs, tmp_path, monkeypatch, lag_steps
-):
-    """A run that goes on from a checkpoint, in which several swaps wait if the lag is
-    longer than a step, is the same run."""
-    monkeypatch.setattr(house, "programs", other_programs)
+def test_plans_may_change_at_every_step(house, tmp_path):
+    """The smallest gain is worth a swap. A run that goes on from a checkpoint, in which
+    several swaps wait, is the same run."""
+    lag_steps = 3
     run_dir, params = tmp_path / "run", [
-        f"Balance.lag_steps = {lag_steps}", "Balance.every_steps = 1",
-        "Balance.cooldown_steps = 0", "Balance.half_life_steps = 1.0",
-        "Recorded.period_steps = 1", "Checkpoint.every_steps = 12",
-        "Train.num_steps = 20",
+        "Balance.policy = 'eplb'", f"Balance.lag_steps = {lag_steps}",
+        "Balance.every_steps = 1", "Balance.cooldown_steps = 0",
+        "Balance.half_life_steps = 1.0", "Balance.act_above = 1.001",
+        "Checkpoint.every_steps = 12", "Train.num_steps = 20",
     ]  # fmt: skip
     whole = run_here(house, run_dir, *params)
     swaps = [x for x in whole.decisions if x["kind"] == "swap"]
@@ -255,12 +223,11 @@ def test_a_checkpoint_goes_on_under_any_other_policy(
     assert_close(np.asarray(metrics.loss), np.float32(expected))
 
 
-def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
+def test_a_checkpoint_is_restored_on_four_devices(swaps):
     params = ("Mesh.expert = 2", "Train.num_simulated_devices = 4")
     _, state, now = restored(swaps.run_dir, *params)
     record = checkpoint_record(swaps.run_dir, NUM_STEPS)
     assert describe_arrays(now.logical(now.begin(1, state))) == record["arrays"]
-    assert_evaluates_alike(house, swaps, *params)
 
 
 def test_what_a_store_of_slices_saves_is_whole(house, relayout, home):
@@ -281,16 +248,13 @@ def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
 
 
 MICROMOE, DYNAMIC = "Balance.policy = 'micromoe'", "Dispatch.split = 'dynamic'"
-MERGED = "Dispatch.group = 'data_expert'"
 
 
 @pytest.mark.parametrize(
     "params",
     [
         (MICROMOE,),
-        pytest.param((MICROMOE, MERGED), marks=pytest.mark.long),
         pytest.param((HOME, DYNAMIC), marks=pytest.mark.long),
-        pytest.param((HOME, DYNAMIC, MERGED), marks=pytest.mark.long),
     ],
 )
 def test_a_split_has_the_losses_of_home_and_rows_at_their_bound(
@@ -315,31 +279,8 @@ def test_a_split_has_the_losses_of_home_and_rows_at_their_bound(
 
 def test_a_run_that_goes_on_from_home_begins_spread(home):
     """With the checkpoint's home plan, the new policy would have no replicas."""
-    for params in ((MICROMOE,), (MICROMOE, MERGED)):
-        plan = restored(home.run_dir, *params)[2].plan
-        assert np.count_nonzero(plan.slot_to_expert_lp >= 0) > plan.num_experts
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "ways",
-    [("Dispatch.gather = 'step'", "Dispatch.gather = 'layer'"), (MERGED, None)],
-)
-def test_legs_under_other_options_have_the_losses_of_one_run(
-    house, home, tmp_path, ways
-):
-    """With the balancer on, each leg resumes the checkpoint of the one before."""
-    for way, stop in zip(ways, (14, 20)):
-        params = [way] if way else []
-        params += [f"Train.num_steps = {stop}", "Checkpoint.every_steps = 7"]
-        legs = run_here(house, tmp_path / "legs", *params)
-    assert sorted(legs.steps) == list(range(1, 21))
-    assert legs.adopted
-    losses, expected = (
-        np.float32([line["loss"] for line in list(r.steps.values())[:20]])
-        for r in (legs, home)
-    )
-    assert_close(losses, expected)
+    plan = restored(home.run_dir, MICROMOE)[2].plan
+    assert np.count_nonzero(plan.slot_to_expert_lp >= 0) > plan.num_experts
 
 
 def pending(calibration) -> list[str]:
@@ -361,9 +302,8 @@ def assert_evaluates_alike(house: House, done: Done, *params: str) -> None:
     """Assert that the checkpoint under `params` gives the run's last evaluation."""
     job, state, now = restored(done.run_dir, *params)
     model = job.model.relaid(now.layout)
-    steps = house.programs.get((model.layout, model.mesh))
     evaluation = held_out.evaluate(
-        steps.evaluate if steps else make_eval_step(model),
+        house.programs[model.layout, model.mesh].evaluate,
         now.begin(1, state),
         on_devices(now.plan, now.layout, model.mesh),
         job.held_out,

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -13,7 +11,7 @@ from moejax.balance import codec
 from moejax.balance.planning import Snapshot
 from tests.support.balanced_run import new_planner, observed
 from tests.support.planners import held_plans, planners
-from tests.support.run_main import ROOT, Live, run
+from tests.support.run_main import Live, run
 from tests.support.watched_run import BALANCED, assert_same_run
 from train.balance.planner_process import PlannerProcess
 
@@ -77,13 +75,6 @@ def test_signals_to_the_run_do_not_end_the_process(planner):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, number)
     process.snapshot()
-
-
-def test_the_process_starts_without_jax():
-    code = "import sys, train.balance.planner_main; print(sorted(sys.modules))"
-    words = [sys.executable, "-c", code]
-    names = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert not {"'jax'", "'gin'", "'orbax'"} & set(names.stdout[1:-2].split(", "))
 
 
 @pytest.mark.slow

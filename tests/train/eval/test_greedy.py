@@ -109,7 +109,7 @@ def generate(cfg: Config, params, prompts) -> np.ndarray:
         ("all kinds, sinks, half rotated", Topology()),
         ("latent queries, YaRN", Topology(tensor=2)),
         *(
-            pytest.param(n, Topology(expert=2, tensor=2), marks=pytest.mark.long)
+            pytest.param(n, Topology(expert=2), marks=pytest.mark.long)
             for n in list(KINDS)[2:]
         ),
     ],
