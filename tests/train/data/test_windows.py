@@ -79,6 +79,13 @@ def test_every_epoch_visits_each_window_once_with_its_own_phase(corpus, document
     assert len(phases) == len(orders) == 3
 
 
+def test_an_epoch_leaves_tokens_of_a_window_for_its_phase():
+    cfg = dataclasses.replace(SMALL, seq_len=4)
+    for num_tokens, num_windows in ((5, 1), (12, 1), (13, 2), (16, 2), (17, 3)):
+        corpus = make_corpus([[np.arange(2 * num_tokens)]], held_out_every=2)
+        assert data.TrainBatches(corpus, cfg, 1).num_windows == [num_windows]
+
+
 def test_joined_documents_have_the_positions_of_the_window(corpus):
     cfg = dataclasses.replace(SMALL, documents="joined")
     joined = data.TrainBatches(corpus, cfg, batch_size=8).rows(3, 0, 8)
