@@ -1,7 +1,6 @@
 """Test that damaged .npz files are refused in one line, before memory is allocated."""
 
 import io
-import random
 import tracemalloc
 import zipfile
 
@@ -35,18 +34,23 @@ def array_bytes(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def read(path) -> None:
-    """Read a file as the router does; raise its ValueError, which is one line that
-    names the file."""
-    refused = None
-    try:
-        recorded.loads(Recorded(source=str(path)), 2, E, 2)
-    except ValueError as error:
-        refused = error
-    if refused is not None:
-        assert path.name in str(refused)
-        assert "\n" not in str(refused)
-        raise refused
+def refusal(read, path) -> str:
+    """Return the line in which a file is refused, and assert that little memory was
+    allocated."""
+    tracemalloc.start()
+    with pytest.raises(ValueError) as error:
+        read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6
+    assert path.name in str(error.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def read_loads(path):
+    """Read a file as the router does."""
+    return recorded.loads(Recorded(source=str(path)), 2, E, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,35 +85,27 @@ def read(path) -> None:
     ids=range(25),
 )
 def test_an_array_that_is_none_is_one_line(tmp_path, content):
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="tokens"):
-        read(write_member(tmp_path / "a.npz", content))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1e7
+    path = write_member(tmp_path / "a.npz", content)
+    assert "tokens" in refusal(read_loads, path)
 
 
 def test_a_file_that_expands_too_far_is_refused_before_it_is_read(tmp_path):
+    """The content has 16 MB."""
     content = header("(1000, 2000, 8)", "'|u1'") + b"\0" * (1000 * 2000 * 8)
     path = write_member(tmp_path / "a.npz", content)
-    del content
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="a file of this size may expand to"):
-        read_npz(path, ["tokens"])
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 8e6, "the content has 16 MB"
+    words = "a file of this size may expand to"
+    assert words in refusal(lambda path: read_npz(path, ["tokens"]), path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_compressions_that_numpy_does_not_write(tmp_path, method):
-    content = array_bytes(np.ones((2, 2, E)))
-    with pytest.raises(ValueError, match="numpy does not write"):
-        read(write_member(tmp_path / "a.npz", content, method))
+    path = write_member(tmp_path / "a.npz", array_bytes(np.ones((2, 2, E))), method)
+    assert "numpy does not write" in refusal(read_loads, path)
 
 
-@pytest.mark.parametrize("dtype", ["<u2", ">i4", "<f4", "<f8", "|u1"])
-@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(
+    ("dtype", "order"), [("<u2", "C"), (">i4", "F"), ("<f8", "C"), ("|u1", "F")]
+)
 def test_reads_what_numpy_wrote(tmp_path, dtype, order):
     rng = np.random.default_rng(0)
     array = np.asarray(rng.integers(0, 99, (3, 2, 4, E)), dtype, order=order)
@@ -119,34 +115,6 @@ def test_reads_what_numpy_wrote(tmp_path, dtype, order):
         assert sorted(arrays) == ["layer", "tokens"]
         np.testing.assert_array_equal(arrays["tokens"], array)
         assert arrays["tokens"].dtype == array.dtype
-
-
-def test_random_damage_gives_no_traceback(tmp_path):
-    """240 damaged files are refused in one line, or read as an undamaged one."""
-    rng, path = random.Random(0), tmp_path / "a.npz"
-    tokens = np.random.default_rng(0).integers(0, 99, (3, 2, 4, E))
-    files = []
-    for save in (np.savez, np.savez_compressed):
-        save(path, tokens=tokens, layer=np.arange(2))
-        files.append(path.read_bytes())
-    num_refused = 0
-    for index in range(240):
-        text = bytearray(files[index % 2])
-        kind = rng.randrange(4)
-        if kind == 0:
-            del text[rng.randrange(len(text)) :]
-        elif kind == 1:
-            at = rng.randrange(len(text))
-            text[at : at + rng.randrange(64)] = b"\0" * rng.randrange(64)
-        else:
-            for _ in range(kind):
-                text[rng.randrange(len(text))] ^= 1 << rng.randrange(8)
-        path.write_bytes(text)
-        try:
-            read(path)
-        except ValueError:
-            num_refused += 1
-    assert num_refused > 120
 
 
 @pytest.mark.parametrize(

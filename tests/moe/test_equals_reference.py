@@ -4,7 +4,8 @@ alignment, recomputation, routers, dense training, numbers of choices and dtypes
 
 Each row of QUICK combines several options. The grids of `make test-all` go through each
 mesh with each group and store, each schedule at each size, and each domain. The splits
-water_filling, dynamic and shadow are in split/test_splits_in_layer.py.
+water_filling, dynamic and shadow, and merged groups in `make test`, are in
+split/test_splits_in_layer.py.
 """
 
 import dataclasses
@@ -115,24 +116,22 @@ ALIGNED = {"align_rows": 64}
 CHUNKS = {"split": "local_first", "home_chunks": 3}
 EIGHT, FOUR, TWO, DCS = MESHES
 QUICK = {
-    "one device, aligned, remat": on_one_device(4, align_rows=64),
-    "four choices, chunks at home": grouped(
-        FOUR, ALONE, "transient", 4, **CHUNKS, rows_per_peer=3,
+    "one device, four choices, aligned, remat": on_one_device(4, align_rows=64),
+    "one choice, chunks at home, aligned, rounds": grouped(
+        EIGHT, ALONE, "transient", 1, **CHUNKS, **ALIGNED, **SMALL,
     ),
-    "one choice, aligned": grouped(EIGHT, ALONE, "transient", 1, **ALIGNED, **SMALL),
-    "merged, rounds": grouped(DCS, MERGED, "transient", router=SIGMOID, **SMALL),
-    "s1, halves": scheduled(2, 2, 4, "s1", halves=True),
-    "s1h, shards over owners, remat": scheduled(2, 4, 4, "s1h", saved=DISPATCH),
-    "s1, shards over owners, whole slots": scheduled(2, 4, 4, "s1", gather="step"),
-    "s1h, replicas, one round": scheduled(
-        2, 2, 4, "s1h", store="resident", split="local_first", **COPIES, **ALL_ROWS,
+    "s1, halves": scheduled(2, 4, 4, "s1", halves=True, **ALL_ROWS),
+    "s1h, replicas, shards over owners, whole slots, remat, rounds": scheduled(
+        2, 4, 4, "s1h", store="resident", split="local_first", gather="step",
+        slots_per_device=10, saved=DISPATCH,
     ),
-    "s2, cut sequences, aligned": scheduled(4, 2, 2, "s2", **ALIGNED),
+    "s2 in float64, cut sequences, aligned": scheduled(
+        4, 2, 2, "s2", dtype="float64", **ALIGNED, **ALL_ROWS,
+    ),
     "base, more shards than devices": scheduled(2, 4, 4, "base", **ALL_ROWS),
-    "local, one round": scheduled(2, 2, 4, "local", **ALL_ROWS),
-    "s1h in float64": scheduled(4, 2, 2, "s1h", dtype="float64", **ALL_ROWS),
-    "domain, hierarchical": in_domain(PLAIN, (1, 2), **HIERARCHICAL),
-    "domain over data": in_domain(DATA, (2, 1)),
+    "local": scheduled(2, 2, 4, "local", **ALL_ROWS),
+    "domain, hierarchical, rounds": in_domain(PLAIN, (1, 2), **HIERARCHICAL),
+    "domain over data": in_domain(DATA, (2, 1), **ALL_ROWS),
     "dense, parameters over data": densely(MESHES[FOUR]),
     "dense, shards of half": densely(TENSOR, schedule="s1h"),
     "dense, local": densely(
@@ -145,7 +144,7 @@ FIELDS = (
     {"align_rows": 64, **SMALL, "halves": True},
     {"align_rows": 128, "overflow": "redo", "kernels": "plain"},
     {**SMALL, "split": "local_first"},
-    {"saved": FULL, "router": SIGMOID},
+    {"saved": FULL, "router": SIGMOID, "k": 4},
 )
 WHERE = [
     (mesh, axes, store)
@@ -222,4 +221,7 @@ def test_layer_equals_the_reference(name, request):
             rounds.append(int(np.max(sums.rounds)))
             if layer.router.training == "dense":
                 assert np.all(sums.rows == sums.bound[0])
+                if layout.tensor is None:  # own experts, all tokens of the group
+                    rows = BATCH * SEQ * EXPERTS // layer.topology.num_devices
+                    assert sums.rows[0] == rows
     assert (max(rounds) > 1) == (layout.rows_per_peer <= FEW_ROWS)

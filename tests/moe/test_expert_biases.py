@@ -1,29 +1,18 @@
-"""Experts with biases and clamped SwiGLU: rows by definition, zero rows between aligned
-slots, and layers whose experts have replicas."""
+"""Experts with biases and clamped SwiGLU: rows by definition, with zero rows between
+aligned slots."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from moejax.config import Moe, Router
+from moejax.config import Moe
 from moejax.moe.experts import unfused
-from moejax.plan.layout import Topology
 from tests.support.close import assert_close
-from tests.support.layers import (
-    ALL_ROWS,
-    BATCH,
-    config,
-    home,
-    in_order,
-    layer_of,
-    on_mesh,
-    operands,
-)
-from tests.support.random_plans import random_plan
 
-OPTIONS = {"expert_bias": True, "activation": "clamped_swiglu", "swiglu_limit": 0.5}
-MOE = Moe(num_experts=4, top_k=2, d_expert=8, **OPTIONS)
+MOE = Moe(
+    num_experts=4, top_k=2, d_expert=8,
+    expert_bias=True, activation="clamped_swiglu", swiglu_limit=0.5,
+)  # fmt: skip
 WIDTH = 6
 
 
@@ -72,33 +61,3 @@ def test_rows_by_definition():
     assert_close(
         (d_x[slot_m >= 0], grads[1]), (expected_d_x[slot_m >= 0], expected_grads[1])
     )
-
-
-def make(align_rows=1, **fields):
-    router = Router(kind="sigmoid", gate_input=True, normalise_gates=False)
-    cfg = config(
-        Topology(data=2, expert=4), router=router, **OPTIONS, **ALL_ROWS, **fields
-    )
-    return layer_of(cfg, align_rows=align_rows)
-
-
-def run(layer, plan):
-    """Return output and losses, and all gradients in logical order, for random
-    biases."""
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), layer.params)
-    given = on_mesh(layer._replace(params=params), plan, operands(BATCH, "zipf"))
-    (_, (y_btd, losses, _)), (d_params, d_x) = jax.device_get(layer.run(*given))
-    d_params = in_order(d_params, np.argsort(plan.owned_le[0]))
-    return y_btd, losses, d_params, d_x
-
-
-@pytest.mark.slow
-def test_a_layer_with_replicas_is_the_layer_at_home():
-    """Gates multiply the input of two experts a token. Owners and replicas are
-    random, and slots begin at multiples of 64 rows."""
-    at_home = make()
-    slots = {"slots_per_device": 6, "store": "resident"}
-    layer = make(split="local_first", align_rows=64, **slots)
-    plan = random_plan(np.random.default_rng(3), layer.layout, 1)
-    assert_close(run(layer, plan), run(at_home, home(at_home)))

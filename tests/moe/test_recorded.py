@@ -7,11 +7,14 @@ import pytest
 
 from moejax.config import Recorded
 from moejax.moe import recorded
-from tests.support import cut_routing
 from tests.support.close import assert_close
 
 L, E, K = 3, 8, 2
-SYNTHETIC = ("uniform", "zipf", "one_hot", "rotating", "burst")
+SYNTHETIC = {
+    "uniform": 1, "zipf": 1, "one_hot": 1,
+    "rotating": E, "burst": 2, "wandering": 3 * E,
+}  # fmt: skip
+"""Sources, and how many samples they have with a period of 3 steps."""
 NUM_TOKENS = 40_000
 SIGMAS = 4  # exceeded once in 16 000 experts by chance; the seeds below are fixed
 
@@ -41,16 +44,17 @@ def assert_distinct(expert_btk, num_experts):
     assert 0 <= sorted_btk.min() <= sorted_btk.max() < num_experts
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 5, 8])
-@pytest.mark.parametrize("source", SYNTHETIC)
-def test_chances_sum_to_k_and_none_exceeds_one(source, top_k):
-    cfg = Recorded(source=source, zipf=1.5, hot_share=0.9)
-    chance_tle = recorded.loads(cfg, L, E, top_k)
-    assert chance_tle.shape == ({"rotating": E, "burst": 2}.get(source, 1), L, E)
-    assert chance_tle.dtype == np.float32
-    assert chance_tle.min() >= 0
-    assert chance_tle.max() <= 1
-    assert_close(chance_tle.sum(axis=-1), np.full(chance_tle.shape[:2], float(top_k)))
+@pytest.mark.parametrize(("source", "num_samples"), SYNTHETIC.items())
+def test_chances_sum_to_k_and_none_exceeds_one(source, num_samples):
+    cfg = Recorded(source=source, zipf=1.5, hot_share=0.9, period_steps=3)
+    for top_k in (1, 2, 5, 8):
+        chance_tle = recorded.loads(cfg, L, E, top_k)
+        assert chance_tle.shape == (num_samples, L, E)
+        assert chance_tle.dtype == np.float32
+        assert chance_tle.min() >= 0
+        assert chance_tle.max() <= 1
+        sums_tl = np.full(chance_tle.shape[:2], float(top_k))
+        assert_close(chance_tle.sum(axis=-1), sums_tl)
 
 
 def test_chances_are_the_loads_where_none_is_too_large():
@@ -72,14 +76,9 @@ def test_probability_above_one_goes_to_the_others_in_proportion():
     assert_close(chance_e, np.array([1, 1, 16 / 25, 9 / 25]), dtype=np.float32)
 
 
-def test_one_hot_gives_the_first_expert_every_token():
-    chance_e = recorded.loads(Recorded(source="one_hot"), 1, E, 1)[0, 0]
-    expert_btk = choose(chance_e, starts(0), 1)
-    assert (np.asarray(expert_btk) == 0).all()
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-@pytest.mark.parametrize("source", ["uniform", "zipf", "one_hot", "rotating"])
+@pytest.mark.parametrize(
+    ("source", "top_k"), [("uniform", 4), ("zipf", 2), ("one_hot", 1), ("rotating", 2)]
+)
 def test_choices_are_distinct_and_follow_the_chances(source, top_k):
     cfg = Recorded(source=source, zipf=1.2, hot_share=0.2)
     chance_e = recorded.loads(cfg, 1, E, top_k)[-1, 0]
@@ -103,30 +102,42 @@ def test_choices_are_distinct_at_every_edge(source):
         assert_distinct(np.asarray(choose(chance_e, start, top_k)), num_experts)
 
 
-def test_rotating_moves_its_hot_expert_on_each_period():
-    cfg = Recorded(source="rotating", period_steps=5, hot_share=0.4)
-    chance_te = recorded.loads(cfg, 1, E, K)[:, 0]
-    for step in (0, 4, 5, 39, 40):
-        sample = recorded.sample_index(cfg, E, jnp.int32(step))
-        hot = step // 5 % E
-        expected_e = np.where(np.arange(E) == hot, 0.4, 0.6 / (E - 1))
-        assert_close(chance_te[sample], K * expected_e, dtype=np.float32)
+def hot(expert: int) -> np.ndarray:
+    """Return the chances where one expert has 0.4 of the load."""
+    return K * np.where(np.arange(E) == expert, 0.4, 0.6 / (E - 1))
 
 
-def test_burst_is_hot_and_even_in_turn():
-    cfg = Recorded(source="burst", period_steps=3, hot_share=0.4)
+EVEN = np.full(E, K / E)
+PHASES = {
+    "rotating": {0: hot(0), 2: hot(0), 3: hot(1), 23: hot(7), 24: hot(0)},
+    "burst": {0: hot(0), 2: hot(0), 3: EVEN, 5: EVEN, 6: hot(0)},
+}
+"""Chances at some steps, with a period of 3 steps."""
+
+
+@pytest.mark.parametrize("source", PHASES)
+def test_hot_experts_change_on_each_period(source):
+    cfg = Recorded(source=source, period_steps=3, hot_share=0.4)
     chance_te = recorded.loads(cfg, 1, E, K)[:, 0]
-    even_e = np.full(E, K / E)
-    hot_e = K * np.where(np.arange(E) == 0, 0.4, 0.6 / (E - 1))
-    phases = [hot_e, hot_e, hot_e, even_e, even_e, even_e, hot_e]
-    for step, expected_e in enumerate(phases):
-        sample = recorded.sample_index(cfg, 2, jnp.int32(step))
+    for step, expected_e in PHASES[source].items():
+        sample = recorded.sample_index(cfg, len(chance_te), jnp.int32(step))
         assert_close(chance_te[sample], expected_e, dtype=np.float32)
 
 
-def test_constant_loads_have_one_sample():
-    cfg = Recorded(source="zipf")
-    assert [int(recorded.sample_index(cfg, 1, step)) for step in (0, 1, 99)] == [0] * 3
+def test_a_hill_of_load_rises_and_then_moves_by_one_expert_a_period():
+    cfg = Recorded(source="wandering", period_steps=3, hot_share=0.3)
+    chance_te = recorded.loads(cfg, 1, E, 1)[:, 0]
+    at = [int(recorded.sample_index(cfg, 3 * E, step)) for step in (0, 3, 6, 3 * E)]
+    start_e, risen_e, moved_e, again_e = chance_te[at]
+    assert_close(start_e, np.full(E, 1 / E, np.float32))
+    assert 0.3 <= risen_e[0] == risen_e.max() < 0.31
+    assert np.all(np.diff(chance_te[:4, 0]) > 0)
+    assert_close(moved_e, np.roll(risen_e, 1))
+    assert_close(again_e, start_e)
+    assert_close(risen_e[1:], risen_e[:0:-1])
+    flat = Recorded(source="wandering", period_steps=1, hot_share=0.999)
+    with pytest.raises(ValueError, match=r"hot_share=0\.999 cannot be reached"):
+        recorded.loads(flat, 1, 512, 1)
 
 
 def write(path, counts, name="tokens"):
@@ -176,8 +187,11 @@ def test_spread_points_give_each_device_the_recorded_load(source):
     chance_e = recorded.loads(Recorded(source=source), 1, num_experts, K)[0, 0]
     expected_e = n * chance_e.astype(np.float64)
     shape = (4 * num_devices, n // 4)
-    for seed in range(3):
-        point_bt = recorded.draw_points("spread", jax.random.key(seed), shape)
+    points = [
+        recorded.draw_points("spread", jax.random.key(seed), shape) for seed in range(3)
+    ]
+    assert not np.array_equal(*points[:2])
+    for point_bt in points:
         assert 0 <= point_bt.min() <= point_bt.max() < 1
         expert_wx = np.asarray(choose(chance_e, point_bt, K)).reshape(num_devices, -1)
         for expert_x in expert_wx:
@@ -187,65 +201,30 @@ def test_spread_points_give_each_device_the_recorded_load(source):
         assert_distinct(expert_wx.reshape(-1, 1, K), num_experts)
 
 
-def test_spread_points_move_from_draw_to_draw():
-    a, b = (recorded.draw_points("spread", jax.random.key(s), (2, 8)) for s in (0, 1))
-    assert not np.array_equal(a, b)
-
-
 def test_a_layer_that_nobody_used_is_even(tmp_path):
     source = write(tmp_path / "empty.npz", np.zeros((1, 1, E), np.int32))
     chance_e = recorded.loads(Recorded(source=source), 1, E, K)[0, 0]
     assert_close(chance_e, np.full(E, K / E, np.float32))
 
 
-def test_errors_about_files(tmp_path):
-    counts = np.ones((2, 2, E), np.int32)
-    source = write(tmp_path / "a.npz", counts, "copies")
-    flat = write(tmp_path / "b.npz", counts[0])
-    objects = write(tmp_path / "c.npz", np.array([[[None] * E]], object))
-    cut = tmp_path / "cut.npz"
-    cut.write_bytes((tmp_path / "a.npz").read_bytes()[:-40])
-    wrong = [
-        (Recorded(source="zipff"), E, ["source='zipff'", "one_hot", "nor a file"]),
-        (Recorded(source=source), E, ["['copies']", "Recorded.array='tokens'"]),
-        (
-            Recorded(source=flat),
-            E,
-            ["'tokens' has shape [2, 8]", "[samples, layers, ..., 8]"],
-        ),
-        (
-            Recorded(source=source, array="copies"),
-            16,
-            ["'copies' has shape [2, 2, 8]", "Moe.num_experts=16"],
-        ),
-        (Recorded(source=objects), E, ["'tokens' holds object", "numbers"]),
-        (Recorded(source=str(cut)), E, ["cut.npz is damaged", "np.savez"]),
-    ]
-    for cfg, num_experts, words in wrong:
-        with pytest.raises(ValueError) as error:
-            recorded.loads(cfg, L, num_experts, K)
-        for word in words:
-            assert word in str(error.value)
+COUNTS = np.ones((2, 2, E), np.int32)
 
 
-def test_draws_follow_the_recorded_run():
-    """Draws follow the recorded loads of 32 experts on 16 devices, in a few samples and
-    in the first and the last layer."""
-    with np.load(cut_routing.PATH) as arrays:
-        load_tle = arrays["tokens"].sum(axis=2, dtype=np.int64)
-    cfg = Recorded(source=str(cut_routing.PATH))
-    num_samples, num_layers, num_experts = load_tle.shape
-    chance_tle = recorded.loads(cfg, num_layers, num_experts, K)
-    num_skewed = 0
-    for sample in range(0, num_samples, 9):
-        for layer in (0, num_layers - 1):
-            chance_e, load_e = chance_tle[sample, layer], load_tle[sample, layer]
-            expert_btk = np.asarray(choose(chance_e, starts(sample + layer), K))
-            assert_distinct(expert_btk, num_experts)
-            assert_follows(chance_e, expert_btk)
-            share_e = load_e / load_e.sum()
-            free_e = chance_e < 1
-            rest = (K - (~free_e).sum()) / share_e[free_e].sum()
-            assert_close(chance_e[free_e], rest * share_e[free_e], dtype=np.float32)
-            num_skewed += share_e.max() * num_experts > 4
-    assert num_skewed > 0, "the record is skewed"
+@pytest.mark.parametrize(
+    ("counts", "num_experts", "words"),
+    [
+        ({"copies": COUNTS}, E, ["['copies']", "Recorded.array='tokens'"]),
+        ({"tokens": COUNTS[0]}, E,
+         ["'tokens' has shape [2, 8]", "[samples, layers, ..., 8]"]),
+        ({"tokens": COUNTS}, 16,
+         ["'tokens' has shape [2, 2, 8]", "Moe.num_experts=16"]),
+        ({"tokens": -COUNTS}, E, ["numbers from -1 to -1"]),
+        (None, E, ["a.npz' is neither", "one_hot", "nor a file"]),
+    ],
+)  # fmt: skip
+def test_errors_about_files(tmp_path, counts, num_experts, words):
+    if counts:
+        np.savez(tmp_path / "a.npz", **counts)
+    with pytest.raises(ValueError) as error:
+        recorded.loads(Recorded(source=str(tmp_path / "a.npz")), L, num_experts, K)
+    assert [word for word in words if word not in str(error.value)] == []

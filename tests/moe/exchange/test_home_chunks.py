@@ -11,7 +11,6 @@ from moejax.moe.exchange.manifest import fullest_pair
 from moejax.moe.exchange.rounds import num_rounds
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout
-from moejax.plan.parallel import Tensor
 from tests.support.layers import (
     ALONE,
     BATCH,
@@ -110,19 +109,3 @@ def test_the_cost_model_counts_a_chunk_as_a_pair():
     rows_sec = 7 * 4 * NOTES.bytes_per_row / NOTES.bytes_per_sec
     assert np.isclose(three, rows_sec)
     assert np.isclose(one, 3 * rows_sec), "8 later rounds of one row"
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"home_chunks": 0}, "home_chunks=0 must be at least 1"),
-        ({"exchange": "capacity"}, "keeps as few rows on a device"),
-        ({"num_devices": 1, "slots_per_device": 8, "transport": "local"},
-         "all stay, in one buffer"),
-        ({"tensor": Tensor("s1h", 2, 2)}, "cuts and copies what a device sends"),
-    ],
-)  # fmt: skip
-def test_where_chunks_are_of_no_use_one_line_says_so(changes, text):
-    fields = {"num_experts": 8, "num_devices": 4, "slots_per_device": 2}
-    with pytest.raises(ValueError, match=text):
-        Layout(**{"rows_per_peer": 16, "home_chunks": 2} | fields | changes)

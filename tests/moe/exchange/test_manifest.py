@@ -87,12 +87,14 @@ def test_every_choice_is_sent_once_to_a_slot_of_its_expert(split):
             assert np.array_equal(np.sort(all_x), np.flatnonzero(expert_a >= 0))
 
 
-@pytest.mark.parametrize("exchange", ["exact", "capacity"])
-def test_peer_and_place_find_each_choice_among_the_rows(exchange):
+@pytest.mark.parametrize(
+    ("split", "exchange"), [("even", "exact"), ("local_first", "capacity")]
+)
+def test_peer_and_place_find_each_choice_among_the_rows(split, exchange):
     """Each choice's place counts from the first row of its peer; peer -1 means that the
     row is not sent."""
     for seed in range(8):
-        _, _, sent, _, _, _ = run_case(seed, "even", exchange)
+        _, _, sent, _, _, _ = run_case(seed, split, exchange)
         for me in range(W):
             peer_a, offset_a = sent.peer_nk[me].ravel(), sent.offset_nk[me].ravel()
             sent_a = np.flatnonzero(peer_a >= 0)
@@ -114,8 +116,7 @@ def test_all_devices_know_who_receives_how_much():
         assert (fullest_w == pair_ww.max()).all()
 
 
-@pytest.mark.parametrize("split", ["even", "local_first"])
-def test_capacity_drops_the_last_choices_and_counts_them(split):
+def test_capacity_drops_the_last_choices_and_counts_them():
     """One device sends at most ROWS_PER_PEER // SLOTS rows to one slot, and the dropped
     rows are counted.
 
@@ -124,8 +125,8 @@ def test_capacity_drops_the_last_choices_and_counts_them(split):
     """
     some_dropped = False
     for seed in range(8):
-        expert_wnk, _, sent, dropped, _, _ = run_case(seed, split, "capacity")
-        _, _, whole, _, _, _ = run_case(seed, split)
+        expert_wnk, _, sent, dropped, _, _ = run_case(seed, "local_first", "capacity")
+        _, _, whole, _, _, _ = run_case(seed, "local_first")
         limit = ROWS_PER_PEER // SLOTS
         assert (sent.counts_up == np.minimum(whole.counts_up, limit)).all()
         for me in range(W):

@@ -81,11 +81,10 @@ def count_collectives(compiled) -> Counter:
     return counts
 
 
-def compile_both(layer: Layer) -> tuple:
-    """Return the compiled forward pass, and the compiled forward and backward
-    passes."""
+def compile_both(layer: Layer):
+    """Return the compiled forward and backward passes."""
     args = on_mesh(layer, home(layer), operands(layer.batch, "zipf"))
-    return tuple(run.lower(*args).compile() for run in (layer.forward, layer.run))
+    return layer.run.lower(*args).compile()
 
 
 class Sizes(NamedTuple):
@@ -185,9 +184,8 @@ def test_schedules_send_what_their_formulas_say(mp, esp, expert, schedule):
     In particular the split over the tensor axis causes no all_reduce.
     """
     layer = layer_of(cut(mp, esp, expert, schedule, batch=BATCH, **ALL_ROWS))
-    evaluated, trained = map(count_collectives, compile_both(layer))
+    trained = count_collectives(compile_both(layer))
     forward, back = expected_collectives(schedule, mp, esp, expert)
-    assert evaluated == forward
     scores = Counter()
     if schedule == "base" and esp > mp:  # scores and logits of each group's tokens
         groups = esp // mp
@@ -227,7 +225,7 @@ def test_domains_gather_experts_and_scatter_their_gradients(shared):
     between domains; the backward pass scatters gradients."""
     mesh = Topology(dc=2, expert=4)
     layer = layer_of(config(mesh, group="dc_expert", domain=shared, **ALL_ROWS))
-    evaluated, trained = map(count_collectives, compile_both(layer))
+    trained = count_collectives(compile_both(layer))
     domains = 8 // math.prod(shared)
     forward, back = Counter(), Counter()
     if domains > 1:
@@ -241,5 +239,4 @@ def test_domains_gather_experts_and_scatter_their_gradients(shared):
             if w > 1:
                 forward[Sent("all_gather", elements, w)] += 1
                 back[Sent("reduce_scatter", elements, w)] += 1
-    assert evaluated == forward
     assert trained == forward + back

@@ -4,19 +4,15 @@ The layer equals the reference, the fullest device is at the certified bound, an
 device computes the same split bit for bit.
 """
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
-from moejax.choice import Choice
+from moejax.config import Router
 from moejax.moe import route
 from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
-from moejax.moe.split import water_filling
 from moejax.plan import shadowing
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -26,6 +22,7 @@ from tests.support.layers import (
     EXPERTS,
     MERGED,
     MESHES,
+    MOE,
     check,
     layer_layout,
     make_layer,
@@ -39,20 +36,12 @@ from tests.support.primitives import equations
 from tests.support.random_plans import owners_alone, random_owners
 
 EIGHT = MESHES["expert8"]
-SMALL = {"rows_per_peer": 2, "align_rows": 64}
-ALSO = pytest.mark.long
 CASES = [
-    (EIGHT, ALONE, "transient", "dynamic", {}),
-    (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling", {}),
-    pytest.param(EIGHT, ALONE, "resident", "water_filling", SMALL, marks=ALSO),
-    pytest.param(
-        MESHES["data2_expert4"], MERGED, "transient", "dynamic", SMALL, marks=ALSO
-    ),
-    pytest.param(
-        MESHES["data2_expert4"], ALONE, "sharded", "water_filling",
-        {"home_chunks": 3, **SMALL}, marks=ALSO,
-    ),
+    (EIGHT, ALONE, "transient", "dynamic", {"align_rows": 64}),
+    (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling",
+     {"home_chunks": 3, "rows_per_peer": 2}),
 ]  # fmt: skip
+SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
 
 def split_layout(topology: Topology, axes, store: str, split: str, **changes) -> Layout:
@@ -79,25 +68,20 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
     topology, axes, store, split, changes
 ):
     layout = split_layout(topology, axes, store, split, **changes)
-    layer, plan = make_layer(topology, layout), split_plan(layout)
+    layer, plan = make_layer(topology, layout, MOE, SIGMOID), split_plan(layout)
     for seed, zipf in enumerate((0.3, 4.0)):
         assert_bounds(check(layer, zipf_choices(seed, zipf), plan), layout, plan)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "price"),
-    [(EIGHT, 30), pytest.param(MESHES["data2_expert4"], 0, marks=ALSO)],
-)
-def test_the_layer_with_shadows_is_its_definition(topology, price):
-    """The layer is the reference, and no device computes more rows than at home; with
-    free copies all devices of a hot expert's layer have about their own rows."""
-    layout = split_layout(topology, ALONE, "transient", "shadow", shadow_price=price)
+def test_the_layer_with_shadows_is_its_definition():
+    """The layer is the reference, and no device computes more rows than at home."""
+    layout = split_layout(EIGHT, ALONE, "transient", "shadow", shadow_price=30)
     plan, w = split_plan(layout), layout.num_devices
     owned_e = plan.owned_le[0]
     owner_e = np.argsort(owned_e) // layout.experts_per_device
     for seed, zipf in enumerate((0.3, 4.0)):
-        sums = check(make_layer(topology, layout), zipf_choices(seed, zipf), plan)
+        sums = check(make_layer(EIGHT, layout), zipf_choices(seed, zipf), plan)
         loads_gwe = np.asarray(sums.tokens_e, np.int64).reshape(-1, w, EXPERTS)
         for rows_w, load_we in zip(sums.rows.reshape(-1, w), loads_gwe):
             hot = shadowing.choose(load_we, owned_e, layout)
@@ -108,68 +92,31 @@ def test_the_layer_with_shadows_is_its_definition(topology, price):
             assert rows_w.max() <= home_w.max()
 
 
-@functools.cache
-def make_split(split: str, rows_per_peer: int):
-    """Return run(expert_nk, placement) and a placement.
-
-    The function returns each device's counts, certified bound and copies, the rows of
-    the fullest pair, and the rows that buffers must have.
-    """
-    layout = split_layout(EIGHT, ALONE, "transient", split)
-    layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+def test_every_device_decides_the_same(split):
+    """Counts, certified bound and copies are the same bit for bit on all devices. Rows
+    that stay on their device need no buffer."""
+    layout = split_layout(EIGHT, ALONE, "transient", split, rows_per_peer=128)
 
     def tell(sent, used):
         pairs = fullest_pair(sent, layout), pair_to_fit(sent, layout)
         return (sent.counts_up, sent.bound, used, *pairs)
 
-    return make_manifest(EIGHT, layout, tell), placed(split_plan(layout), layout)
-
-
-def many_choices(seed: int) -> np.ndarray:
-    """Return two neighbouring experts for each of 1024 tokens."""
-    first_n1 = np.random.default_rng(seed).integers(0, EXPERTS, (1024, 1))
-    expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1) % EXPERTS
-    return expert_nk.astype(np.int32)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_large_buffers_do_not_raise_the_size_that_is_reported_as_needed():
-    """The size that buffers need does not grow in a buffer that is four times as large,
-    although more rows stay at home there."""
-    reported = []
-    for rows_per_peer in (32, 128):
-        run, placement = make_split("water_filling", rows_per_peer)
-        *_, pair_w, fit_w = jax.device_get(run(many_choices(0), placement))
-        reported.append((pair_w[0], fit_w[0]))
-    (small, small_fit), (large, large_fit) = reported
-    assert large > 1.2 * small
-    assert large_fit <= small_fit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
-def test_every_device_decides_the_same(split):
-    """Counts, certified bound and copies are the same bit for bit on all devices."""
-    run, placement = make_split(split, 32)
+    run = make_manifest(EIGHT, layout, tell)
+    placement = placed(split_plan(layout), layout)
     for seed in range(3):
-        results = jax.device_get(run(many_choices(seed), placement))
+        # Two neighbouring experts for each of 1024 tokens.
+        first_n1 = np.random.default_rng(seed).integers(0, EXPERTS, (1024, 1))
+        expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1) % EXPERTS
+        results = jax.device_get(run(expert_nk.astype(np.int32), placement))
         for leaf in jax.tree.leaves(results):
             assert (leaf == leaf[0]).all()
             assert len(leaf) == 8
-
-
-@pytest.mark.slow
-def test_the_fused_split_is_one_kernel_in_the_layer(monkeypatch):
-    """A train step lowered for CUDA contains the fused kernel once, forward and
-    backward together."""
-    layout = split_layout(EIGHT, ALONE, "resident", "water_filling")
-    hopper = Choice("hopper", "as on a Hopper GPU")
-    monkeypatch.setattr(water_filling, "choose_water_fill", lambda *_: hopper)
-    layer = make_layer.__wrapped__(EIGHT, layout)
-    args = on_mesh(layer, split_plan(layout), operands(BATCH, "zipf"))
-    text = layer.run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+        counts_wup, _, _, pair_w, fit_w = results
+        pair_uw = counts_wup[0].reshape(8, 8, -1).sum(axis=-1)
+        assert pair_w[0] == pair_uw.max()
+        assert fit_w[0] == (pair_uw * ~np.eye(8, dtype=bool)).max() < pair_w[0]
 
 
 def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:

@@ -82,28 +82,32 @@ def test_entries_are_the_most_that_fit(size, ratio):
         compression.num_entries(48, 50, *widths)
 
 
-@pytest.mark.parametrize("value_dtype", COMMUNICATION)
-@pytest.mark.parametrize("size", [SIZE, 2**16, 2**16 + 2])
-def test_a_message_has_the_size_that_wire_bytes_returns(value_dtype, size):
+@pytest.mark.parametrize(
+    ("value_dtype", "size", "blocks", "index_bytes"),
+    [
+        ("float32", SIZE, 1, 1),
+        ("bfloat16", 512, 2, 1),
+        ("float8_e5m2", 2**16, 1, 2),
+        ("float8_e5m2", 2**16 + 2, 1, 4),
+        ("bfloat16", 2**16 + 2, 2, 2),
+    ],
+)
+def test_a_message_has_the_size_that_wire_bytes_returns(
+    value_dtype, size, blocks, index_bytes
+):
     """Values and indices survive packing, and the message has the computed size.
-
-    Indices take two bytes from 256 entries on, also if they are 2 ** 15 or more, and
-    four bytes if two are not enough.
-    """
+    Indices take two bytes also if they are 2 ** 15 or more."""
     num, k, itemsize = 2, 8, jnp.dtype(value_dtype).itemsize
-    for blocks in (1, 2):
-        base_ex = np.zeros((num, size), np.float32)
-        target_ex = base_ex.copy()
-        target_ex[:, [*range(0, size, size // 7), size - 1]] = 1.5
-        packed = encode(target_ex, base_ex, k, value_dtype, blocks)
-        words = compression.to_words(packed, size)
-        index_bytes = compression.index_bytes(size, blocks)
-        longest = size // blocks
-        assert index_bytes == (1 if longest <= 256 else 2 if longest <= 65536 else 4)
-        assert words.nbytes == compression.wire_bytes(num, k, itemsize, index_bytes)
-        back = compression.from_words(words, packed.value_ek.dtype, size, blocks)
-        assert np.array_equal(back.value_ek, packed.value_ek)
-        assert np.array_equal(back.index_ek, packed.index_ek)
+    base_ex = np.zeros((num, size), np.float32)
+    target_ex = base_ex.copy()
+    target_ex[:, [*range(0, size, size // 7), size - 1]] = 1.5
+    packed = encode(target_ex, base_ex, k, value_dtype, blocks)
+    words = compression.to_words(packed, size)
+    assert compression.index_bytes(size, blocks) == index_bytes
+    assert words.nbytes == compression.wire_bytes(num, k, itemsize, index_bytes)
+    back = compression.from_words(words, packed.value_ek.dtype, size, blocks)
+    assert np.array_equal(back.value_ek, packed.value_ek)
+    assert np.array_equal(back.index_ek, packed.index_ek)
 
 
 def test_experts_are_the_same_again():
@@ -116,17 +120,17 @@ def test_experts_are_the_same_again():
     assert np.array_equal(back["down"], down_efd)
 
 
-@pytest.mark.parametrize(("value_dtype", "base_dtype"), [
-    ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value_dtype", "base_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")]
+)
 def test_sender_and_receiver_track_the_same(value_dtype, base_dtype):
-    """Over 30 steps of changing weights, every member tracks the same bits as the
+    """Over 12 steps of changing weights, every member tracks the same bits as the
     owner, who never receives anything.
 
     A third computation without a compiled loop gives the same bits, so that they do not
     depend on how a program is compiled.
     """
-    k, steps = 8, 30
+    k, steps = 8, 12
 
     def body(w_tex, base_sx):
         first = OWN * jax.lax.axis_index(DOMAIN)
@@ -158,12 +162,9 @@ def test_sender_and_receiver_track_the_same(value_dtype, base_dtype):
 
 
 def test_constant_weights_are_reached():
-    """The tracked weights reach constant weights in ceil(size / k) steps.
-
-    They are equal if values are sent in float32. In bfloat16 they are within half a
-    unit in the last place of the largest difference. After as many steps again, a
-    bfloat16 base equals the weights rounded to bfloat16.
-    """
+    """The tracked weights equal constant weights after ceil(size / k) steps, if values
+    are sent in float32. After twice as many, a bfloat16 base equals the weights rounded
+    to bfloat16."""
     k, size = 7, SIZE
     whole_ex = np.random.default_rng(0).integers(-9, 9, (ALL, size)).astype(np.float32)
     w_ex, zeros_ex = weights(0), np.zeros((ALL, size), np.float32)
@@ -177,9 +178,6 @@ def test_constant_weights_are_reached():
     sweep = -(-size // k)
     assert np.array_equal(track(sweep, whole_ex, zeros_ex, "float32"), whole_ex)
     assert not np.array_equal(track(sweep - 1, whole_ex, zeros_ex, "float32"), whole_ex)
-    near_ex = track(sweep, w_ex, zeros_ex, "bfloat16")
-    max_e1 = np.abs(w_ex).max(axis=1, keepdims=True)
-    assert np.all(np.abs(near_ex - w_ex) <= max_e1 * 2.0**-9)
     rounded_ex = track(2 * sweep, w_ex, zeros_ex.astype(jnp.bfloat16), "bfloat16")
     assert np.array_equal(rounded_ex, w_ex.astype(jnp.bfloat16))
 

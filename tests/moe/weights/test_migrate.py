@@ -23,17 +23,25 @@ from moejax.moe.weights.migrate import (
     reshard,
 )
 from moejax.moe.weights.stores import EXPERT_PARAMS
-from moejax.plan.layout import Layout, Topology
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
 from tests.support.close import are_same_bits
 from tests.support.random_plans import random_owners
 
-L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 12, 4, 16, Topology(data=2, expert=4)
+L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 16, 4, 16, Topology(data=2, expert=4)
 NAMES = [*EXPERT_PARAMS, *EXPERT_PARAMS]  # parameters, and moments of the same shapes
-BY_EXPERT = {
-    "gate_edf": P(None, "expert", None, "data"),
-    "up_edf": P(None, "expert", None, "data"),
-    "down_efd": P(None, "expert", "data", None),
-}
+GROUPS = {"expert": 4, "data_expert": 8}
+"""Groups of owners, and their numbers of devices. The group 'expert' has the axis data
+beside it, over which the hidden width is split."""
+
+
+def by_expert(group: str) -> dict[str, P]:
+    """Return the specs of parameters that rest with their owners."""
+    if group == "data_expert":
+        return dict.fromkeys(EXPERT_PARAMS, P(None, ("data", "expert")))
+    wide = P(None, "expert", None, "data")
+    return dict.fromkeys(EXPERT_PARAMS, wide) | {"down_efd": P(None, "expert", "data")}
+
+
 BY_WIDTH = {
     "gate_edf": P(None, None, None, ("data", "expert")),
     "up_edf": P(None, None, None, ("data", "expert")),
@@ -68,12 +76,13 @@ def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
 
 
 @functools.cache
-def programs():
+def programs(group: str):
     """Return the mesh, and the traced and the compiled move and reshards."""
     mesh = make_mesh(TOPOLOGY)
-    mesh_layout = on_mesh(mesh, Layout.home(E, TOPOLOGY.expert, 8))
-    leaves = on_devices(mesh, arrays(), BY_EXPERT)
-    rounds = everywhere(next(exchanges(owners(0), owners(1), 4)), mesh)
+    layout = Layout.home(E, GROUPS[group], 8, axes=GROUP_AXES[group])
+    mesh_layout = on_mesh(mesh, layout)
+    leaves = on_devices(mesh, arrays(), by_expert(group))
+    rounds = next(exchanges(owners(0), owners(1), GROUPS[group]))
     to = {
         store: jax.jit(
             functools.partial(reshard, names=NAMES, to=store, mesh_layout=mesh_layout)
@@ -84,19 +93,11 @@ def programs():
         lambda *args: move(args[0], NAMES, args[1], mesh_layout), donate_argnums=0
     )
     traced = {
-        "move": run.trace(leaves, rounds),
+        "move": run.trace(leaves, everywhere(rounds, mesh)),
         "sharded": to["sharded"].trace(leaves),
         "owned": to["owned"].trace(on_devices(mesh, arrays(), BY_WIDTH)),
     }
     return mesh, traced, {name: t.lower().compile() for name, t in traced.items()}
-
-
-def run_moves(leaves, old_le: np.ndarray, new_le: np.ndarray):
-    """Return arrays after they have moved from the old owners to the new ones."""
-    mesh, _, compiled = programs()
-    for rounds in exchanges(old_le, new_le, TOPOLOGY.expert):
-        leaves = compiled["move"](leaves, everywhere(rounds, mesh))
-    return leaves
 
 
 def after_each_round(owned_le: np.ndarray, rounds: Rounds, num_devices: int):
@@ -139,35 +140,34 @@ def test_owners_are_a_permutation_after_every_round(num_experts, num_devices):
         assert not list(exchanges(old_le, old_le, num_devices))
 
 
-def test_move_is_the_permutation_of_all_arrays():
-    """A move of many rounds and several calls equals a permutation that differs between
-    layers."""
-    mesh, _, _ = programs()
+@pytest.mark.parametrize("group", GROUPS)
+def test_move_is_the_permutation_of_all_arrays(group):
+    """Moves of many rounds and several calls equal permutations that differ between
+    layers, and undo them."""
+    mesh, _, compiled = programs(group)
     layer_l1, old_le = np.arange(L)[:, None], owners(5)
     logical = arrays()
-    for seed in (6, 7):
-        new_le = owners(seed)
-        assert len(list(exchanges(old_le, new_le, TOPOLOGY.expert))) > 1
-        leaves = [leaf[layer_l1, old_le] for leaf in logical]
-        leaves = run_moves(on_devices(mesh, leaves, BY_EXPERT), old_le, new_le)
+    leaves = [leaf[layer_l1, old_le] for leaf in logical]
+    leaves = on_devices(mesh, leaves, by_expert(group))
+    for new_le in (owners(6), old_le):
+        calls = list(exchanges(old_le, new_le, GROUPS[group]))
+        assert len(calls) > 1
+        for rounds in calls:
+            leaves = compiled["move"](leaves, everywhere(rounds, mesh))
         assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
-        assert are_sharded(leaves, BY_EXPERT)
+        assert are_sharded(leaves, by_expert(group))
+        old_le = new_le
 
 
-def test_there_and_back_is_the_identity():
-    mesh, _, _ = programs()
-    there = run_moves(on_devices(mesh, arrays(), BY_EXPERT), owners(1), owners(2))
-    assert are_same_bits(run_moves(there, owners(2), owners(1)), arrays())
-
-
-def test_reshard_changes_where_values_lie_and_none_of_them():
-    mesh, _, compiled = programs()
-    wide = compiled["sharded"](on_devices(mesh, arrays(), BY_EXPERT))
+@pytest.mark.parametrize("group", GROUPS)
+def test_reshard_changes_where_values_lie_and_none_of_them(group):
+    mesh, _, compiled = programs(group)
+    wide = compiled["sharded"](on_devices(mesh, arrays(), by_expert(group)))
     assert are_same_bits(wide, arrays())
     assert are_sharded(wide, BY_WIDTH)
     back = compiled["owned"](wide)
     assert are_same_bits(back, arrays())
-    assert are_sharded(back, BY_EXPERT)
+    assert are_sharded(back, by_expert(group))
 
 
 @pytest.mark.parametrize("name", ["move", "sharded", "owned"])
@@ -178,7 +178,7 @@ def test_nothing_is_gathered(name):
     A move scatters and gathers slices of all arrays at once, with two exchanges. A
     change of store exchanges each array.
     """
-    _, traced, compiled = programs()
+    _, traced, compiled = programs("expert")
     collective = r"= \S.* (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\("
     kinds = re.findall(collective, compiled[name].as_text())
     assert set(kinds) == {"all-to-all"}
@@ -190,7 +190,7 @@ def test_nothing_is_gathered(name):
 def test_a_move_needs_little_memory():
     """Arrays are updated in place, and temporary memory is less than a third of the
     state."""
-    memory = programs()[2]["move"].memory_analysis()
+    memory = programs("expert")[2]["move"].memory_analysis()
     state_bytes = sum(leaf.nbytes for leaf in arrays()) // TOPOLOGY.num_devices
     assert memory.alias_size_in_bytes == state_bytes
     assert memory.temp_size_in_bytes < state_bytes / 3
