@@ -26,9 +26,8 @@ DRY_CASES = 2
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the test each case by each implementation that can run here.
 
-    On a CPU, `make test` runs the first case of each kernel, and one of the others,
-    which takes turns; of kernels that are interpreted, only every second has another.
-    `make test-all` runs all.
+    On a CPU, `make test` runs the first case of each kernel, and, unless it is
+    interpreted, one of the others, which takes turns. `make test-all` runs all.
     """
     given = []
     for number, (kernel, implementations) in enumerate(IMPLEMENTATIONS.items()):
@@ -37,8 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if ON_GPU != "device" and is_for_gpus and implementation not in INTERPRETED:
                 continue
             chosen = cases(kernel)[: DRY_CASES if ON_GPU == "interpret" else None]
-            has_other = not is_for_gpus or number % 2 == 0
-            quick = {0, 1 + number % (len(chosen) - 1)} if has_other else {0}
+            quick = {0} if is_for_gpus else {0, 1 + number % (len(chosen) - 1)}
             given += [
                 pytest.param(
                     case,

@@ -2,7 +2,6 @@
 in float64. test_hopper.py tests the Hopper kernels."""
 
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,10 @@ import pytest
 from moejax.kernels.grouped_dot import fp8, grouped_dot, grouped_swiglu
 from moejax.kernels.grouped_dot.choose import products
 from moejax.kernels.shapes import make_rows
-from moejax.plan.layout import Fp8
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
 
 FORMATS = ("e4m3", "e5m2")
-DTYPES = ("float32", "bfloat16", "float16")
 ROWS, OWNED, GROUPS, D, F = 100, 90, 5, 160, 136
 """D and F are not multiples of the block size."""
 
@@ -35,22 +32,32 @@ round_rows = jax.jit(fp8.round_rows, static_argnums=1)
 quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
 
 
-def test_the_options_of_a_layout_are_those_of_the_kernels():
-    assert set(get_args(Fp8)) == {"none", *fp8.GRADIENT_DTYPES}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_values_and_scales_are_those_of_the_definition(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "block"),
+    [
+        ("e4m3", "float32", fp8.ROW_BLOCK),
+        ("e5m2", "float32", fp8.MATRIX_BLOCK),
+        ("e4m3", "bfloat16", fp8.MATRIX_BLOCK),
+        ("e5m2", "float16", fp8.ROW_BLOCK),
+    ],
+)
+def test_values_and_scales_are_those_of_the_definition(name, dtype, block):
     """Compiled results agree bit for bit: a compiler could drop a cast and its
-    inverse."""
-    x_md = some_rows(dtype)
-    call = functools.partial(fp8.round_to_fp8, dtype=fp8.GRADIENT_DTYPES[name])
-    for block in (fp8.ROW_BLOCK, fp8.MATRIX_BLOCK):
-        of = functools.partial(call, block=block)
-        actual = jax.jit(of)(x_md)
-        expected = definition.rounded(x_md, name, block)
-        np.testing.assert_array_equal(np.asarray(actual, np.float64), expected)
+    inverse. Rounding once more changes nothing, and bfloat16 holds all values."""
+    round_to_fp8 = functools.partial(
+        fp8.round_to_fp8, dtype=fp8.GRADIENT_DTYPES[name], block=block
+    )
+
+    @jax.jit
+    def twice(x_md):
+        once = round_to_fp8(x_md)
+        return once, round_to_fp8(once)
+
+    once, again = twice(some_rows(dtype))
+    expected = definition.rounded(some_rows(dtype), name, block)
+    np.testing.assert_array_equal(np.asarray(once, np.float64), expected)
+    np.testing.assert_array_equal(again, once)
+    np.testing.assert_array_equal(once.astype(jnp.bfloat16).astype(once.dtype), once)
 
 
 def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
@@ -69,16 +76,6 @@ def test_a_largest_value_at_the_edge_of_the_format(name):
     np.testing.assert_array_equal(scale[:, 0], [1, 2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_rounding_once_more_changes_nothing(name, dtype):
-    once = round_rows(some_rows(dtype), fp8.GRADIENT_DTYPES[name])
-    again = round_rows(once, fp8.GRADIENT_DTYPES[name])
-    np.testing.assert_array_equal(again, once)
-    in_bfloat16 = once.astype(jnp.bfloat16).astype(once.dtype)
-    np.testing.assert_array_equal(in_bfloat16, once, err_msg="bfloat16 holds them all")
-
-
 def test_a_matrix_and_its_transpose_have_the_same_values():
     w_gdf = some_rows().reshape(1, 6, 300)
     values, scale = quantize(w_gdf, fp8.FORWARD_DTYPE, fp8.MATRIX_BLOCK)
@@ -88,17 +85,15 @@ def test_a_matrix_and_its_transpose_have_the_same_values():
         np.testing.assert_array_equal(np.asarray(a, np.float32), b.astype(np.float32))
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 2.0**-80])
-def test_zeros_and_what_is_all_but_zero(value):
+def test_zeros_and_what_is_all_but_zero():
     """Zeros stay zero, and a block far below 5e-17 becomes zero."""
-    x_md = jnp.full((1, 128), value, jnp.float32)
+    x_md = jnp.tile(jnp.float32([[0.0], [1e-40], [1e-30], [2.0**-80]]), (1, 128))
     values, scale = quantize(x_md, fp8.FORWARD_DTYPE, fp8.ROW_BLOCK)
     assert np.all(scale == 2.0**fp8.MIN_EXPONENT)
     assert np.all(values.astype(jnp.float32) == 0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "bad"), [("e4m3", -np.inf), ("e5m2", np.nan)])
 def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
     x_md = some_rows().at[2, 130].set(bad)
     result = np.asarray(round_rows(x_md, fp8.GRADIENT_DTYPES[name]))
@@ -168,12 +163,11 @@ def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
     assert_close(result, by_definition(x_md, w_gdf, dy_mf, rows_g, name))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
+def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients():
     """A step must see the value, so that it can skip the update."""
     x_md, w_gdf, dy_mf = operands("float32")
     rows_g = make_rows("uniform", OWNED, GROUPS, seed=0)
-    x_md, dy_mf = x_md.at[0, 3].set(bad), dy_mf.at[1, 5].set(bad)
+    x_md, dy_mf = x_md.at[0, 3].set(np.inf), dy_mf.at[1, 5].set(np.nan)
     y_mf, dx_md, dw_gdf = value_and_grads(x_md, w_gdf, dy_mf, rows_g, "blocked", "e4m3")
     for out, row in ((y_mf, 0), (dx_md, 1)):
         is_bad = ~np.isfinite(out)
@@ -183,40 +177,20 @@ def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
     assert np.isfinite(dw_gdf[1:]).all()
 
 
-@pytest.mark.slow
 def test_swiglu_is_made_of_such_products():
-    """Each product is checked from its own inputs: an array that differs in the last
-    bit may round to the next 8-bit value."""
-    x_md, into_gdh, dinto_mh = operands("bfloat16")
-    random, f = np.random.default_rng(2), F // 2
-    down_gfd = jnp.asarray(random.standard_normal((GROUPS, f, D)) / f**0.5, x_md.dtype)
-    dy_md, rows_g = x_md[::-1], make_rows("zipf", ROWS, GROUPS, seed=1)
-    p = products("reference", None, "e5m2")
-    p = p._replace(**{n: jax.jit(product) for n, product in p._asdict().items()})
-    h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
-    assert_close(into_mh, definition.forward(x_md, into_gdh, rows_g))
-    gate_mf, up_mf = jnp.split(into_mh.astype(jnp.float32), 2, axis=1)
-    assert_close(h_mf, jax.nn.silu(gate_mf) * up_mf)
-    dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
-    np.testing.assert_array_equal(again_mf, h_mf)
-    dh_mf = definition.dgrad(dy_md, down_gfd, rows_g, "e5m2").astype(np.float32)
-    back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_mf, up_mf)[1]
-    assert_close(dinto_mh, jnp.concatenate(back(jnp.asarray(dh_mf)), axis=1))
+    x_md, into_gdh, _ = operands("bfloat16")
+    rows_g = make_rows("zipf", ROWS, GROUPS, seed=1)
 
-    def ffn(*floats):
-        return grouped_swiglu(*floats, rows_g, implementation="reference", fp8="e5m2")
+    @jax.jit
+    def both(x_md, into_gdh):
+        down_gfd = jnp.swapaxes(into_gdh[:, :, : F // 2], 1, 2)
+        options = {"implementation": "reference", "fp8": "e5m2"}
+        p = products("reference", None, "e5m2")
+        h_mf, _ = p.swiglu(x_md, into_gdh, rows_g)
+        y_md = grouped_swiglu(x_md, into_gdh, down_gfd, rows_g, **options)
+        return y_md, p.forward(h_mf, down_gfd, rows_g)
 
-    def ffn_and_grads(*floats):
-        y_md, vjp = jax.vjp(ffn, *floats)
-        return y_md, *vjp(dy_md)
-
-    parts = (
-        p.forward(h_mf, down_gfd, rows_g),
-        p.dgrad(dinto_mh, into_gdh, rows_g),
-        p.wgrad(x_md, dinto_mh, rows_g),
-        p.wgrad(h_mf, dy_md, rows_g),
-    )
-    assert_close(jax.jit(ffn_and_grads)(x_md, into_gdh, down_gfd), parts)
+    np.testing.assert_array_equal(*both(x_md, into_gdh))
 
 
 def test_bad_options():

@@ -1,6 +1,6 @@
-"""The portable grouped products against their definition, in sizes that no block
-divides. test_cases.py compares the passes of all kernels with float64, padding of NaN
-included."""
+"""grouped_dot and grouped_swiglu with their gradients against definitions, in sizes
+that no block divides. test_cases.py compares the passes of all kernels with float64,
+padding of NaN included."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels.grouped_dot import grouped_dot, portable
+from moejax.kernels.grouped_dot import (
+    grouped_dot,
+    grouped_swiglu,
+    portable,
+    reference,
+)
 from moejax.kernels.shapes import SKEWS, make_rows
 from tests.support.close import assert_close
 
@@ -121,41 +126,122 @@ def test_a_group_sees_its_own_rows_only():
         assert_close(actual[name][keep], clean[name][keep], dtype="float32")
 
 
+def swiglu_operands(seed=0):
+    """Return x_md, into_gdh, down_gfd and a cotangent dy_md."""
+    random = np.random.default_rng(seed)
+    shapes = (NUM_ROWS, D), (NUM_GROUPS, D, 2 * F), (NUM_GROUPS, F, D), (NUM_ROWS, D)
+    return [jnp.float32(random.standard_normal(shape) / 4) for shape in shapes]
+
+
+def swiglu_and_grads(x_md, into_gdh, down_gfd, dy_md, rows_g, implementation="blocked"):
+    """Return y_md, and the gradients of the three operands for the cotangent dy_md."""
+
+    def ffn(*floats):
+        return grouped_swiglu(*floats, rows_g, implementation=implementation)
+
+    y_md, vjp = jax.vjp(ffn, x_md, into_gdh, down_gfd)
+    return y_md, *vjp(dy_md)
+
+
+@jax.jit
+def swiglu_by_definition(x_md, into_gdh, down_gfd, dy_md, rows_g):
+    """Return the same results from the reference product, differentiated by JAX."""
+
+    def ffn(x_md, into_gdh, down_gfd):
+        into_mh = reference.grouped_dot(x_md, into_gdh, rows_g)
+        h_mf = jax.nn.silu(into_mh[:, :F]) * into_mh[:, F:]
+        return reference.grouped_dot(h_mf, down_gfd, rows_g)
+
+    y_md, vjp = jax.vjp(ffn, x_md, into_gdh, down_gfd)
+    return y_md, *vjp(dy_md)
+
+
+swiglu_and_grads_jit = jax.jit(swiglu_and_grads, static_argnames="implementation")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "blocked"])
+def test_swiglu_equals_the_definition(implementation):
+    """NaN in padding reaches nothing."""
+    x_md, *weights, dy_md = swiglu_operands()
+    for skew in SKEWS:
+        for num_owned in (0, NUM_OWNED, NUM_ROWS):
+            rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed=1)
+            dirty = [a.at[num_owned:].set(jnp.nan) for a in (x_md, dy_md)]
+            args = dirty[0], *weights, dirty[1], rows_g
+            actual = swiglu_and_grads_jit(*args, implementation=implementation)
+            assert_close(actual, swiglu_by_definition(x_md, *weights, dy_md, rows_g))
+
+
 @pytest.mark.slow
 def test_inside_shard_map():
-    """Each of 8 devices has its own rows_g; the shared weight gets summed gradients."""
+    """Each of 8 devices has its own rows_g, with check_vma. The shared weight gets
+    summed gradients, and the other weight gets its own."""
     mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
-    pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
-    w_gdf = pieces[0][1]
+    pieces = [swiglu_operands(seed=i) for i in range(NUM_DEVICES)]
+    shared_gdh = pieces[0][1]
+    pieces = [(x_md, shared_gdh, *others) for x_md, _, *others in pieces]
     rows = [
         make_rows(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
         for i in range(NUM_DEVICES)
     ]
-    expected = [
-        by_hand(x_md, w_gdf, rows_g, dy_mf)
-        for (x_md, _, dy_mf), rows_g in zip(pieces, rows, strict=True)
-    ]
+    expected = [swiglu_by_definition(*a, r) for a, r in zip(pieces, rows, strict=True)]
     split = P("expert")
     body = jax.shard_map(
-        lambda *args: value_and_grads(*args, block_rows=BLOCK_ROWS),
+        swiglu_and_grads,
         mesh=mesh,
-        in_specs=(split, P(), split, split),
-        out_specs={"y": split, "dx": split, "dw": P()},
+        in_specs=(split, P(), split, split, split),
+        out_specs=(split, split, P(), split),
     )
-    x_md, _, dy_mf = (jnp.concatenate(a) for a in zip(*pieces, strict=True))
-    actual = jax.jit(body)(x_md, w_gdf, jnp.concatenate(rows), dy_mf)
-    joined = {name: np.concatenate([e[name] for e in expected]) for name in actual}
-    joined["dw"] = sum(e["dw"] for e in expected)
-    assert_close(actual, joined, dtype="float32")
+    x_md, _, *others = map(jnp.concatenate, zip(*pieces, strict=True))
+    actual = jax.jit(body)(x_md, shared_gdh, *others, jnp.concatenate(rows))
+    y, dx, dinto, ddown = zip(*expected, strict=True)
+    joined = (*map(jnp.concatenate, (y, dx)), sum(dinto), jnp.concatenate(ddown))
+    assert_close(actual, joined)
 
 
-def test_bad_arguments():
-    x_md, w_gdf, _ = operands()
-    rows_g = make_rows("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
-    with pytest.raises(ValueError, match="x_md is bfloat16 and w_gdf is float32"):
-        grouped_dot(x_md.astype(jnp.bfloat16), w_gdf, rows_g)
-    with pytest.raises(ValueError, match="'dense' is not one of auto, reference"):
-        grouped_dot(x_md, w_gdf, rows_g, implementation="dense")
+def call(function, wrong, **options):
+    """Call a grouped product with one operand made wrong: `wrong` is its name and what
+    changes it."""
+    x_md, into_gdh, down_gfd, _ = swiglu_operands()
+    arrays = {"x_md": x_md, "into_gdh": into_gdh, "down_gfd": down_gfd}
+    arrays["rows_g"] = make_rows("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
+    name, change = wrong or ("x_md", lambda x_md: x_md)
+    arrays[name] = change(arrays[name])
+    if function is grouped_dot:
+        del arrays["down_gfd"]
+    return function(*arrays.values(), **options)
+
+
+def narrow(array):
+    return array.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "options", "rule"),
+    [
+        (grouped_dot, ("x_md", narrow), {}, "x_md is bfloat16 and w_gdf is float32"),
+        (grouped_dot, None, {"implementation": "dense"},
+         "'dense' is not one of auto, reference"),
+        (grouped_dot, None, {"align_rows": 64}, "align_rows=64 must divide the 200 "),
+        (grouped_swiglu, ("into_gdh", narrow), {},
+         "float32 and into_gdh is bfloat16: cast"),
+        (grouped_swiglu, ("down_gfd", narrow), {},
+         "float32 and down_gfd is bfloat16: cast"),
+        (grouped_swiglu, ("into_gdh", lambda x: x[:, 1:]), {},
+         "into_gdh has shape .* and must have"),
+        (grouped_swiglu, ("down_gfd", lambda x: x[:, 1:]), {},
+         "into_gdh has shape .* and must have"),
+        (grouped_swiglu, ("down_gfd", lambda x: x[:, :, 1:]), {},
+         "down_gfd has shape .* and must have"),
+        (grouped_swiglu, ("rows_g", lambda x: x[1:]), {},
+         "rows_g has shape .* has 6 groups"),
+        (grouped_swiglu, None, {"implementation": "dense"},
+         "'dense' is not one of auto, reference"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(function, wrong, options, rule):
+    with pytest.raises(ValueError, match=rule):
+        call(function, wrong, **options)
 
 
 @pytest.mark.parametrize("skew", SKEWS)

@@ -1,5 +1,5 @@
-"""The Hopper kernels of the permutation beside the cases of test_cases.py: gates of
-another dtype, shard_map, loads and races, and lowering for CUDA."""
+"""The Hopper kernels of the permutation beside the cases of test_cases.py: loads and
+races, and lowering for CUDA."""
 
 import re
 from functools import partial
@@ -14,61 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.permute import hopper
-from tests.support.close import assert_close
-from tests.support.permutations import Sizes, arrays, both_ways, both_ways_jit, tables
+from tests.support.permutations import Sizes, arrays, both_ways, tables
 
 SIZES = Sizes(tokens=5, choices=3, rows=19, d=1024)
 """Sizes that no block divides. A row is two pieces in float32 and one in other
 dtypes."""
-HOW = "hopper (interpreted)"
 
 
 def random_case(kept, dtype=jnp.float32, seed=0, sizes=SIZES):
     return arrays(dtype, seed, sizes), tables(kept, seed, sizes)
-
-
-@pytest.mark.slow
-def test_gates_may_have_another_dtype():
-    (*rows, gate_nk), integers = random_case(0.6)
-    args = (*rows, gate_nk.astype(jnp.bfloat16)), integers
-    expected = both_ways_jit("reference", *args)
-    actual = both_ways_jit(HOW, *args)
-    assert actual["dgate"].dtype == jnp.bfloat16
-    assert_close(actual, expected)
-
-
-@pytest.mark.slow
-def test_inside_shard_map():
-    """Each device has its own tables; x is shared, and its gradients are summed."""
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
-    (floats, integers), (others, other_integers) = (
-        random_case(kept, seed=i) for i, kept in enumerate((0.4, 0.9))
-    )
-    others = floats[0], *others[1:]
-    one = both_ways_jit("reference", floats, integers)
-    two = both_ways_jit("reference", others, other_integers)
-    split = P("expert")
-
-    def body(floats, integers):
-        results = both_ways(HOW, floats, integers)
-        for name, leaf in results.items():
-            varies_on = set() if name == "dx" else {"expert"}
-            assert jax.typeof(leaf).manual_axis_type.varying == varies_on, name
-        return results
-
-    on_devices = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=((P(), split, split, split), split),
-        out_specs=dict.fromkeys(one, split) | {"dx": P()},
-    )
-    joined = [jnp.concatenate(pair) for pair in zip(floats, others, strict=True)]
-    actual = jax.jit(on_devices)(
-        (floats[0], *joined[1:]),
-        tuple(map(np.concatenate, zip(integers, other_integers, strict=True))),
-    )
-    expected = {name: jnp.concatenate([one[name], two[name]]) for name in one}
-    assert_close(actual, expected | {"dx": one["dx"] + two["dx"]})
 
 
 def detect_races(kernel, *args):

@@ -44,8 +44,14 @@ TOO_LARGE = [
 ]
 
 
-@pytest.mark.parametrize("tiles", TOO_LARGE, ids=str)
-@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize(
+    ("which", "tiles"),
+    [
+        pytest.param(which, TOO_LARGE[(number + i) % 3], id=f"{which} {i}")
+        for number, which in enumerate(PASSES)
+        for i in range(2)
+    ],
+)
 def test_shared_bytes_are_those_of_the_lowering(which, tiles):
     if which == "wgrad":  # a warpgroup's part of x cuts no swizzle
         tiles = dataclasses.replace(tiles, rows=max(128, tiles.rows))
@@ -56,15 +62,6 @@ def test_shared_bytes_are_those_of_the_lowering(which, tiles):
         lower(which, MIXTRAL, tiles)
     needed, limit = map(int, re.findall(r"smem_bytes=(\d+)", str(error.value)))
     assert (needed, limit) == (shared_bytes(which, tiles, 2), SHARED_BYTES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["forward", "wgrad", "swiglu"])
-def test_just_below_the_limit_lowers(which):
-    tiles = default_tiles(which, MIXTRAL, 128)
-    more = dataclasses.replace(tiles, stages=tiles.stages + 1)
-    assert shared_bytes(which, tiles, 2) <= SHARED_BYTES < shared_bytes(which, more, 2)
-    lower(which, MIXTRAL, tiles)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +115,12 @@ def test_measured_tiles_or_the_rule(folder):
 
 
 @pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=MODEL_SHAPES)
-def test_default_tiles_fit_and_divide_their_groups(which, shape):
-    align_rows = tuning.align_rows_for(shape.rows, shape.groups)
-    tiles = default_tiles(which, shape, align_rows)
-    assert tuning.divides(which, tiles, align_rows)
-    assert shared_bytes(which, tiles, 2) <= SHARED_BYTES
+def test_default_tiles_fit_and_divide_their_groups(which):
+    for shape in MODEL_SHAPES.values():
+        align_rows = tuning.align_rows_for(shape.rows, shape.groups)
+        tiles = default_tiles(which, shape, align_rows)
+        assert tuning.divides(which, tiles, align_rows)
+        assert shared_bytes(which, tiles, 2) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def call_halves(num_tokens: int) -> None:
         (lambda: Domain((2, 4), (2, 1), compression=0.0),
          ["compression=0.0", "at least 1"]),
         # Schedules
-        (lambda: config(PLAIN, schedule="s1"), ["'s1'", "use Mesh.tensor = 2"]),
+        (lambda: config(PLAIN, schedule="s1"), ["'s1'", "leave Dispatch.schedule out"]),
         (lambda: config(Topology(expert=4), schedule="local", expert_shards=2),
          ["'local'", "use 's1h', or Mesh.tensor = 2"]),
         (lambda: config(Topology(expert=4, tensor=2), expert_shards=3),

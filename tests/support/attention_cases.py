@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.kernels.attention import Rule, attention, portable, reference
-from moejax.kernels.attention.reading import Inputs
+from moejax.kernels.attention import Rule, attention, portable
 
 
 class Sizes(NamedTuple):
@@ -118,35 +117,8 @@ def _program(impl: str, rule: Rule, blocks: tuple[int, int]):
             return attention(*inputs, sinks_h=sinks_h, **options)
 
         out_bthj, vjp = jax.vjp(of_floats, *arrays[:4])
-        return _named(out_bthj, vjp(arrays.dout_bthj))
+        leaves = (out_bthj, *vjp(arrays.dout_bthj))
+        named = zip(("out", "dq", "dk", "dv", "dsinks"), leaves, strict=True)
+        return {name: leaf for name, leaf in named if leaf is not None}
 
     return jax.jit(run)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def sampled(rule: Rule, arrays: Arrays, first_bt, place_s) -> dict[str, jax.Array]:
-    """Return the definition's output [b, s, h, j] for the queries at `place_s` alone,
-    and the gradients if the output's is 0 in all other rows.
-
-    Each of these queries is the only one of an attention that starts at its place, so
-    that no array of all scores is made.
-    """
-    q_bthi, k_bugi, v_bugj, sinks_h, dout_bthj = arrays
-
-    def of_places(q_bshi, k_bugi, v_bugj, sinks_h):
-        def of_place(q_bhi, first_b, place):
-            rows = q_bhi[:, None], k_bugi, v_bugj, first_b[:, None], place
-            return reference.attention(Inputs(*rows), rule, sinks_h)[:, 0]
-
-        over_s = jax.vmap(of_place, (1, 1, 0), 1)
-        return over_s(q_bshi, first_bt[:, place_s], place_s)
-
-    args = q_bthi[:, place_s], k_bugi, v_bugj, sinks_h
-    out_bshj, vjp = jax.vjp(of_places, *args)
-    return _named(out_bshj, vjp(dout_bthj[:, place_s]))
-
-
-def _named(out: jax.Array, gradients: tuple) -> dict[str, jax.Array]:
-    """Return the output and its gradients by name. Without sinks, they have none."""
-    leaves = zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), strict=True)
-    return {name: leaf for name, leaf in leaves if leaf is not None}

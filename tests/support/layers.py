@@ -83,12 +83,7 @@ class Layer(NamedTuple):
 
 def build_mesh(topology: Topology) -> jax.sharding.Mesh:
     """Return a mesh of the first simulated devices."""
-    return make_mesh(topology, simulated_devices(topology))
-
-
-def simulated_devices(topology: Topology) -> list:
-    """Return the first devices, as many as the topology has."""
-    return jax.devices()[: topology.num_devices]
+    return make_mesh(topology, jax.devices()[: topology.num_devices])
 
 
 def split_layer(moe: Moe = MOE):

@@ -54,21 +54,16 @@ def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
 
 
 def both_ways(how, floats, integers):
-    """Return the results of both permutations and all their gradients.
-
-    `how` names an implementation. '(interpreted)' after the name runs its kernels in
-    the interpreter.
-    """
+    """Return the results of both permutations and all their gradients, by the
+    implementation `how`."""
     x_nd, dout_nd, y_md, gate_nk = floats
     positions_nk, assignment_m, source_m = integers
-    implementation, _, interpreted = how.partition(" ")
-    how = {"implementation": implementation, "interpret": bool(interpreted)}
     gathered_md, gather_vjp = jax.vjp(
-        lambda x_nd: gather_rows(x_nd, source_m, positions_nk, **how), x_nd
+        lambda x_nd: gather_rows(x_nd, source_m, positions_nk, implementation=how), x_nd
     )
     combined_nd, combine_vjp = jax.vjp(
         lambda y_md, gate_nk: combine_rows(
-            y_md, gate_nk, positions_nk, assignment_m, **how
+            y_md, gate_nk, positions_nk, assignment_m, implementation=how
         ),
         y_md,
         gate_nk,

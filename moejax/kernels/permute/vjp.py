@@ -30,7 +30,6 @@ def gather_rows(
     positions_nk: Int[Array, "n k"],
     *,
     implementation: Implementation = "auto",
-    interpret: bool = False,
 ) -> Float[Array, "m d"]:
     """Return the buffer whose row j is x_nd[source_m[j]], or 0 where source_m[j] is -1.
 
@@ -39,15 +38,14 @@ def gather_rows(
 
     The implementation 'auto' takes 'hopper' where the device and the rows allow it, and
     'xla' elsewhere. 'hopper' runs on Hopper GPUs, and raises NotImplementedError for
-    rows that hopper.declines names. `interpret` runs its kernels on any device, slowly,
-    for tests.
+    rows that hopper.declines names.
     """
     arrays = varying_alike(x_nd, source_m, positions_nk)
     if implementation == "auto":
         implementation = choose_permute(x_nd.dtype, x_nd.shape[1]).value
     if implementation == "reference":
         return reference.gather_rows(*arrays)
-    return _gather_rows(*arrays, make_moves(implementation, interpret))
+    return _gather_rows(*arrays, make_moves(implementation, interpret=False))
 
 
 def combine_rows(
@@ -57,7 +55,6 @@ def combine_rows(
     assignment_m: Int[Array, " m"],
     *,
     implementation: Implementation = "auto",
-    interpret: bool = False,
 ) -> Float[Array, "n d"]:
     """Return, for each token n, the sum over k of
     gate_nk[n, k] * y_md[positions_nk[n, k]], without the choices whose position is -1.
@@ -65,14 +62,14 @@ def combine_rows(
     It is differentiable in y_md and gate_nk. Sums are taken in float32, and the result
     has y_md's dtype. assignment_m is n * K + k for the buffer row of choice k of token
     n, where tokens have K choices, and -1 for an empty row. Buffer rows that no
-    position names are not read. `implementation` and `interpret` are as in gather_rows.
+    position names are not read. `implementation` is as in gather_rows.
     """
     arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
     if implementation == "auto":
         implementation = choose_permute(y_md.dtype, y_md.shape[1]).value
     if implementation == "reference":
         return reference.combine_rows(*arrays)
-    return _combine_rows(*arrays, make_moves(implementation, interpret))
+    return _combine_rows(*arrays, make_moves(implementation, interpret=False))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -94,16 +94,6 @@ def test_the_private_module_is_that_of_this_version_of_jax():
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_places_are_those_of_the_documents(few_places, lengths):
-    documents = documents_of(first(lengths))
-    begins = [*np.cumsum([0, *lengths])[:-1], *[TOKENS] * (5 - len(lengths))]
-    number_t = np.repeat(range(len(lengths)), lengths)
-    assert documents.begin_n.tolist() == begins
-    assert documents.document_t.tolist() == number_t.tolist()
-    assert documents.position_t.tolist() == [p for n in lengths for p in range(n)]
-
-
-@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 def test_operands_are_those_that_jax_makes_of_its_own_tables(few_places, lengths):
     absent = [-1] * (4 - len(lengths))
     length_1m = jnp.asarray([[*lengths, *absent]])
@@ -117,17 +107,10 @@ def test_operands_are_those_that_jax_makes_of_its_own_tables(few_places, lengths
         return operands[4:8], fused._fix_seqlen_offsets(*tables, q, k)
 
     arrays = [jnp.zeros(a.shape, a.dtype) for a in shapes()[:3]]
-    begin_n = documents_of(first(lengths)).begin_n
+    row = shapes()._replace(first_bt=jnp.asarray(first(lengths)))
+    begin_n = cudnn.documents_of(row).begin_n
     ours, theirs = both(*arrays, begin_n, length_1m, offset_1n)
     assert [a.tolist() for a in ours] == [a.tolist() for a in theirs]
-
-
-def test_join_undoes_cut(few_places):
-    documents = documents_of(first([3, 8, 9]))
-    stat_ht = jnp.arange(HEADS * TOKENS).reshape(HEADS, TOKENS)
-    stat_mht = cudnn.cut(stat_ht, documents)
-    assert stat_mht.shape == (4, HEADS, TOKENS)
-    assert cudnn.join(stat_mht, documents).tolist() == stat_ht.tolist()
 
 
 def test_values_and_gradients_are_those_of_the_definition(
@@ -264,12 +247,6 @@ def test_the_device_is_asked_where_it_is_here(
 )
 def test_documents_have_places_within_the_workspace(sizes, places):
     assert cudnn.max_documents(shapes(**sizes)) == places
-
-
-def documents_of(first_1t: np.ndarray) -> cudnn.Documents:
-    """Return the places of the documents in a row."""
-    row = shapes()._replace(first_bt=jnp.asarray(first_1t))
-    return cudnn.documents_of(row)
 
 
 def lowered_calls(inputs: Inputs, rule: Rule, mesh: AbstractMesh | None = None) -> dict:

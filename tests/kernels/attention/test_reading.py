@@ -14,21 +14,22 @@ from tests.support.attention_cases import edges_by_name, first_keys, is_read
 NUM_KEYS = 48
 EDGES = edges_by_name(NUM_KEYS, block=8)
 CASES = {
-    "causal": (Rule(), NUM_KEYS, 0),
-    "a window of one key": (Rule(window=1), NUM_KEYS, 0),
-    "a window wider than a block": (Rule(window=11), NUM_KEYS, 0),
-    "not causal": (Rule(is_causal=False), NUM_KEYS, 0),
-    "a cache": (Rule(), 16, 21),
-    "a cache and a window": (Rule(window=9), 32, 16),
+    "causal": (Rule(), NUM_KEYS, 0, (16, 8)),
+    "causal, few rows": (Rule(), NUM_KEYS, 0, (8, 16)),
+    "a window of one key": (Rule(window=1), NUM_KEYS, 0, (8, 16)),
+    "a window wider than a block": (Rule(window=11), NUM_KEYS, 0, (16, 8)),
+    "not causal": (Rule(is_causal=False), NUM_KEYS, 0, (16, 8)),
+    "not causal, one block of keys": (Rule(is_causal=False), NUM_KEYS, 0, (16, 48)),
+    "a cache": (Rule(), 16, 21, (8, 16)),
+    "a cache and a window": (Rule(window=9), 32, 16, (16, 8)),
 }
+"""Rules, the number of queries and the key of the first one, and the sizes of blocks of
+queries and of keys."""
 
 
-@pytest.mark.parametrize("rows_columns", [(16, 8), (8, 16), (16, 48)])
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_are_those_with_a_read_key_and_no_others(
-    name, rows_columns, monkeypatch
-):
-    rule, num_queries, start = CASES[name]
+def test_blocks_are_those_with_a_read_key_and_no_others(name, monkeypatch):
+    rule, num_queries, start, rows_columns = CASES[name]
     rows, columns = rows_columns
     sizes = {"QUERIES": rows, "KEYS": columns, "FEW_BLOCKS": 0}  # each row by itself
     for size, value in sizes.items():
