@@ -104,11 +104,14 @@ def test_every_device_decides_the_same(split):
         return (sent.counts_up, sent.bound, used, *pairs)
 
     run = make_manifest(EIGHT, layout, tell)
-    placement = placed(split_plan(layout), layout)
+    plan = split_plan(layout)
+    placement = placed(plan, layout)
+    home_w = plan.slot_to_expert_lp[0].reshape(8, -1)[:, 0]
     for seed in range(3):
-        # Two neighbouring experts for each of 1024 tokens.
-        first_n1 = np.random.default_rng(seed).integers(0, EXPERTS, (1024, 1))
-        expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1) % EXPERTS
+        # Two experts for each of 1024 tokens, of which the first is on its device.
+        first_n = np.repeat(home_w, 128)
+        other_n = np.random.default_rng(seed).integers(1, EXPERTS, 1024)
+        expert_nk = np.stack([first_n, first_n + other_n], axis=1) % EXPERTS
         results = jax.device_get(run(expert_nk.astype(np.int32), placement))
         for leaf in jax.tree.leaves(results):
             assert (leaf == leaf[0]).all()

@@ -4,7 +4,6 @@ Slots and their gradients are compared with their definition, and the tables of 
 with the plan.
 """
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -257,12 +256,3 @@ def test_copy_tables_fill_every_slot_with_its_expert():
         needs = ExpertPlan(row_p[None], 8, owned_e[None]).needs(4)
         assert (tables.offer_wo >= 0).sum(axis=1).max(initial=0) == needs.offers
         assert (tables.want_wc >= 0).sum(axis=1).max(initial=0) == needs.copies
-
-
-def test_without_copies_their_tables_are_empty():
-    row_p, owned_e, layout = random_case(np.random.default_rng(2))
-    sharded = dataclasses.replace(
-        layout, store="sharded", offers_per_device=0, copies_per_device=0
-    )
-    tables = copy_tables(row_p, owned_e, sharded)
-    assert tables.offer_wo.shape == tables.want_wc.shape == (4, 0)
