@@ -144,7 +144,7 @@ FIELDS = (
     {"align_rows": 64, **SMALL, "halves": True},
     {"align_rows": 128, "overflow": "redo", "kernels": "plain"},
     {**SMALL, "split": "local_first"},
-    {"saved": FULL, "router": SIGMOID, "k": 4},
+    {"saved": FULL, "router": SIGMOID},
 )
 WHERE = [
     (mesh, axes, store)

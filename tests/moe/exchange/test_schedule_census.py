@@ -113,7 +113,9 @@ def test_schedules_send_what_is_predicted(mp, esp, expert, schedule, is_training
     for term in predict(shape, TWO_LEVELS, schedule).terms:
         if term.bytes and not term.name.endswith("counts"):
             predicted[term.name.split()[0]] += term.bytes
-            predicted[term.name.split()[0], "count"] += term.count
+            # Of weights, gate beside up is one collective and down another.
+            count = term.count * (2 if term.name.endswith("weights") else 1)
+            predicted[term.name.split()[0], "count"] += count
     for (kind, elements, w), count in sent.items():
         leaving[kind] += count * leaving_bytes(kind, elements * ITEMSIZE, w)
         leaving[kind, "count"] += count
