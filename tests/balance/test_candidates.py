@@ -17,7 +17,6 @@ from tests.support.balanced_run import (
     LAYOUT,
     OWN,
     PADDED,
-    ROWS,
     BalancedRun,
     E,
     L,
@@ -69,9 +68,8 @@ def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
     """
     two = Layout(E, W, 2, 1024, store="resident", offers_per_device=1,
                  copies_per_device=1)  # fmt: skip
-    run = BalancedRun.start(settings(), layout=two).go(
-        range(60), lambda step: hot(0, 0.5)
-    )
+    run = BalancedRun.start(settings(), layout=two)
+    run.go(range(60), lambda step: hot(0, 0.5))
     assert run.kinds() == ["keep", "relayout"], "no relayout before a half life"
     relayout = run.decisions[1]
     assert relayout.changes["slots_per_device"] == (2, 3)
@@ -89,35 +87,15 @@ def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
 def test_a_compile_that_never_ends_is_never_asked_for(slots):
     layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
     never = dataclasses.replace(COST, compile_sec=np.inf)
-    rng = np.random.default_rng(slots)
     run = BalancedRun.start(settings(cooldown_steps=0), never, layout)
-    run.go(range(200), lambda step: noisy(hot(step // 30 % E, 0.5), rng))
+    run.go(range(90), lambda step: hot(step // 30 % E, 0.5))
     assert "relayout" not in run.kinds()
     assert ("swap" in run.kinds()) == (slots == 3)
 
 
-def test_owners_that_cost_infinitely_much_to_move_stay():
-    owned = Layout(E, W, 2, 1024)
-    load_lwe = EVEN.copy()
-    load_lwe[..., :2] = 2 * ROWS // E  # both hot experts at home on device 0
-    permuting = settings(policy="permute")
-    run = BalancedRun.start(permuting, layout=owned).go(
-        range(40), lambda step: load_lwe
-    )
-    assert [d.kind for d in run.changes()] == ["swap"]
-    assert not run.state.plan.is_logical
-    assert run.decisions[0].modelled_cost_sec > 0
-    never = dataclasses.replace(COST, bytes_per_move=np.inf)
-    run = BalancedRun.start(permuting, never, owned).go(
-        range(40), lambda step: load_lwe
-    )
-    assert set(run.kinds()) == {"keep"}
-    assert run.state.plan.is_logical
-
-
 def test_owners_move_in_the_layers_where_that_pays():
     """Owners move in layer 0 alone if a move costs less than layer 0 gains within the
-    horizon, and more than layer 1 gains."""
+    horizon, and more than layer 1 gains. Infinitely dear ones stay."""
     owned = Layout(E, W, 2, 1024, "ragged")
     load_lwe = EVEN.copy()
     load_lwe[0, :, :2] *= 4
@@ -129,14 +107,16 @@ def test_owners_move_in_the_layers_where_that_pays():
     gain_l = [sec(x, a, owned) - sec(x, b, owned) for x, a, b in tables]
     one_move = dataclasses.replace(COST, bytes_per_move=COST.bytes_per_sec)
     moves = one_move.move_sec(home, new, owned) / L  # both layers move alike
-    for share, expected_l in ((0.5, [True, True]), (2.0, [True, False])):
+    assert gain_l[0] > 2 * gain_l[1]
+    for share, expected_l in (
+        (0.5, [True, True]), (2.0, [True, False]), (np.inf, [False, False]),
+    ):  # fmt: skip
         move_sec = share * gain_l[1] * 500 / moves
-        assert gain_l[0] * 500 > move_sec * moves
         cost = dataclasses.replace(COST, bytes_per_move=move_sec * COST.bytes_per_sec)
         chosen = settings(policy="permute", margin=0.0, act_above=1.1)
         run = BalancedRun.start(chosen, cost, owned).go([0], lambda step: load_lwe)
-        (swap,) = run.changes()
-        is_moved_l = (swap.plan.owned_le != home.owned_le).any(axis=1)
+        (decision,) = run.decisions
+        is_moved_l = (decision.plan.owned_le != home.owned_le).any(axis=1)
         assert is_moved_l.tolist() == expected_l
 
 
@@ -177,39 +157,38 @@ def full_pairs(rows):
     return lambda step: np.full(L, rows)
 
 
-def test_buffers_are_fitted_to_the_fullest_pair():
+@pytest.mark.parametrize(
+    ("fields", "cost", "becomes"),
+    [
+        ({"rows_per_peer": 64}, {}, 160),
+        ({"rows_per_peer": 512}, {}, 160),
+        ({"rows_per_peer": 160}, {}, 160),
+        ({"rows_per_peer": 192}, {}, 192),
+        # Another program does not pay, or would change which rows are dropped.
+        ({"rows_per_peer": 64}, {"compile_sec": 1e12}, 64),
+        ({"rows_per_peer": 512, "exchange": "capacity"}, {}, 512),
+    ],
+)
+def test_buffers_are_fitted_to_the_fullest_pair(fields, cost, becomes):
     """Buffers that are too small grow to the fullest pair, and much larger ones shrink
     to it.
 
     The load is even. Each device has 200 rows for each other in a step, which is 100 in
     each of two micro-batches. The fullest pair that is reported has 160.
     """
-    cost = dataclasses.replace(COST, micro_batches=2, latency_sec=1e-3)
-    for rows_per_peer, becomes in ((64, 160), (512, 160), (160, 160), (192, 192)):
-        layout = dataclasses.replace(PADDED, rows_per_peer=rows_per_peer)
-        run = BalancedRun.start(settings(margin=0.0, horizon_steps=10**6), cost, layout)
-        run.go(range(40), lambda step: EVEN, full_pairs(160))
-        assert run.state.layout.rows_per_peer == becomes, rows_per_peer
-        assert len(run.changes()) == len(run.decisions) == (rows_per_peer != becomes)
+    cost = dataclasses.replace(COST, micro_batches=2, latency_sec=1e-3, **cost)
+    layout = dataclasses.replace(PADDED, **fields)
+    run = BalancedRun.start(settings(margin=0.0, horizon_steps=10**6), cost, layout)
+    run.go(range(40), lambda step: EVEN, full_pairs(160))
+    assert run.state.layout.rows_per_peer == becomes
+    is_changed = becomes != layout.rows_per_peer
+    assert len(run.changes()) == len(run.decisions) == is_changed
 
 
-def test_buffers_stay_where_another_program_does_not_pay_or_drops_would_change():
-    dear = dataclasses.replace(COST, compile_sec=1e9)
-    layout = dataclasses.replace(PADDED, rows_per_peer=64)
-    run = BalancedRun.start(settings(), dear, layout)
-    assert run.go(range(40), lambda step: EVEN, full_pairs(160)).decisions == []
-    roomy = dataclasses.replace(PADDED, rows_per_peer=512)
-    for exchange, kinds in (("exact", ["relayout"]), ("capacity", [])):
-        layout = dataclasses.replace(roomy, exchange=exchange)
-        chosen = settings(margin=0.0, horizon_steps=10**6)
-        run = BalancedRun.start(chosen, COST, layout)
-        run.go(range(40), lambda step: EVEN, full_pairs(160))
-        assert run.kinds() == kinds
-    layout = dataclasses.replace(roomy, exchange="capacity", slots_per_device=2)
-    run = BalancedRun.start(settings(), COST, layout).go(
-        range(40), lambda step: hot(0, 0.5)
-    )
-    assert "relayout" not in run.kinds()
+def test_a_layout_that_drops_rows_stays_as_it_is():
+    layout = dataclasses.replace(PADDED, exchange="capacity", slots_per_device=2)
+    run = BalancedRun.start(settings(), layout=layout)
+    assert "relayout" not in run.go(range(40), lambda step: hot(0, 0.5)).kinds()
 
 
 def test_buffers_are_not_fitted_to_few_observed_pairs():
@@ -266,8 +245,7 @@ def test_every_policy_obeys_the_same_laws(name):
         return noisy(load_lwe, rng)
 
     layout = layout_for(POLICIES[name], 3)
-    plan = ExpertPlan.home_in(layout, L)
-    run = BalancedRun.start(settings(policy=name), layout=layout, plan=plan)
+    run = BalancedRun.start(settings(policy=name), layout=layout)
     run.go(range(200), load_of_step)
     for decision in run.changes():
         decision.plan.validate(decision.layout)
@@ -277,19 +255,5 @@ def test_every_policy_obeys_the_same_laws(name):
         assert decision.modelled_gain_sec * 500 > decision.modelled_cost_sec
     assert bool(run.changes()) == (name != "home")
     assert len(run.changes()) <= 200 // 23 + 1
-    assert (
-        BalancedRun.start(settings(policy=name), layout=layout)
-        .go(range(30), lambda step: EVEN)
-        .decisions
-        == []
-    )
-
-
-@pytest.mark.parametrize("name", ["flexmoe", "eplb"])
-def test_published_policies_even_out_a_lasting_hot_expert(name):
-    layout = layout_for(POLICIES[name], 2)
-    run = BalancedRun.start(settings(policy=name), layout=layout)
-    run.go(range(200), lambda step: hot(0, 0.5))
-    assert "relayout" in run.kinds()
-    assert run.state.layout.slots_per_device == 3
-    assert worst(run.state, hot(0, 0.5)) < 1.2
+    even = BalancedRun.start(settings(policy=name), layout=layout)
+    assert even.go(range(30), lambda step: EVEN).decisions == []

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from moejax.balance import adoptions, codec, controller
+from moejax.balance import adoptions, candidates, codec, controller
 from moejax.balance.adoptions import Adoptions
+from moejax.balance.candidates import Candidate
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from tests.support.balanced_run import (
     COST,
@@ -24,12 +25,9 @@ from tests.support.balanced_run import (
 )
 
 pytestmark = pytest.mark.usefixtures("policies_of_tests")
-
-
-def test_an_even_load_leads_to_no_decision():
-    assert (
-        BalancedRun.start(settings()).go(range(50), lambda step: EVEN).decisions == []
-    )
+NARROW = dataclasses.replace(LAYOUT, slots_per_device=2)
+"""LAYOUT without room for copies: only a relayout helps."""
+HOME = ExpertPlan.home_in(LAYOUT, L)
 
 
 def test_below_the_threshold_nothing_is_decided():
@@ -37,11 +35,8 @@ def test_below_the_threshold_nothing_is_decided():
     run = BalancedRun.start(settings(act_above=1.3, margin=0.0))
     assert 1.25 < worst(run.state, load_lwe) < 1.3
     assert run.go(range(60), lambda step: load_lwe).decisions == []
-    assert (
-        BalancedRun.start(settings(act_above=1.24))
-        .go(range(9), lambda step: load_lwe)
-        .changes()
-    )
+    run = BalancedRun.start(settings(act_above=1.24))
+    assert run.go(range(9), lambda step: load_lwe).changes()
 
 
 def test_between_the_thresholds_it_decides_only_if_it_was_above():
@@ -52,27 +47,23 @@ def test_between_the_thresholds_it_decides_only_if_it_was_above():
     """
     quiet = settings(margin=0.9, half_life_steps=1.0, cooldown_steps=0, act_above=1.6)
     assert quiet.rest_below == pytest.approx(1.2)
-    between = hot(0, 0.25)  # 1.43
-    high, low = hot(0, 0.5), EVEN
-    run = BalancedRun.start(quiet).go(range(20), lambda step: between)
-    assert run.decisions == []
-    run.go(range(20, 40), lambda step: high)
-    assert len(run.decisions) == 4
-    run.go(range(40, 80), lambda step: between)
-    assert len(run.decisions) == 12
-    run.go(range(80, 101), lambda step: low)
-    assert run.decisions[-1].step <= 85
-    num_decisions = len(run.decisions)
-    run.go(range(101, 140), lambda step: between)
-    assert len(run.decisions) == num_decisions
+    run, between = BalancedRun.start(quiet), hot(0, 0.25)  # 1.43
+    for steps, load_lwe, decision_steps in (
+        (range(20), between, []),
+        (range(20, 40), hot(0, 0.5), [20, 25, 30, 35]),
+        (range(40, 60), between, [40, 45, 50, 55]),
+        (range(60, 80), EVEN, []),
+        (range(80, 100), between, []),
+    ):
+        num_decisions = len(run.decisions)
+        run.go(steps, lambda step, load_lwe=load_lwe: load_lwe)
+        assert [d.step for d in run.decisions[num_decisions:]] == decision_steps
     assert set(run.kinds()) == {"keep"}
 
 
 def test_it_decides_only_at_its_steps_and_after_an_observation():
     run = BalancedRun.start(settings(every_steps=7, margin=0.9, cooldown_steps=0))
-    state, decision = controller.decide(run.settings, COST, run.state, 0)
-    assert decision is None
-    assert state is run.state
+    assert controller.decide(run.settings, COST, run.state, 0) == (run.state, None)
     run.go(range(1, 30), lambda step: hot(0, 0.5))
     assert [d.step for d in run.decisions] == [7, 14, 21, 28]
 
@@ -83,11 +74,9 @@ def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
     (swap,) = run.decisions
     assert (swap.kind, swap.step, swap.adopt_step) == ("swap", 0, 6)
     assert run.state.swaps == (swap,)
-    assert run.state.plan == ExpertPlan.home_in(LAYOUT, L)
-    assert run.state.last_change_step is None
+    assert (run.state.plan, run.state.last_change_step) == (HOME, None)
     run.go([6], lambda step: hot(0, 0.5))
-    assert run.state.plan == swap.plan
-    assert run.state.last_change_step == 6
+    assert (run.state.plan, run.state.last_change_step) == (swap.plan, 6)
     assert not run.state.swaps
 
 
@@ -95,17 +84,18 @@ def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
 def test_without_a_cooldown_the_plan_may_change_at_every_step(lag_steps):
     """As many swaps wait as a lag has steps. Each is planned from the one before, and
     they are adopted in their order."""
-    args = {"act_above": 1.1, "half_life_steps": 1.0}
-    run = BalancedRun.start(
-        settings(every_steps=1, lag_steps=lag_steps, cooldown_steps=0, **args)
-    )
+    often = settings(
+        every_steps=1, lag_steps=lag_steps, cooldown_steps=0, act_above=1.1,
+        half_life_steps=1.0,
+    )  # fmt: skip
+    run = BalancedRun.start(often)
     adopted, num_waiting = [], []
-    for step in range(60):
+    for step in range(40):
         run.go([step], lambda step: hot(step % E, 0.5))
         adopted.append(run.state.plan.digest)
         num_waiting.append(len(run.state.swaps))
     swaps = run.changes()
-    assert len(swaps) >= 15
+    assert len(swaps) >= 10
     assert max(num_waiting) == lag_steps
     assert all(b.digest_before == a.plan.digest for a, b in itertools.pairwise(swaps))
     for swap in swaps:
@@ -116,42 +106,33 @@ def test_without_a_cooldown_the_plan_may_change_at_every_step(lag_steps):
         )
 
 
-@pytest.mark.parametrize(("slots", "lag_steps"), [(3, 3), (2, 11)])
-def test_a_relayout_may_take_longer_than_a_swap(slots, lag_steps):
-    layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
-    run = BalancedRun.start(settings(relayout_lag_steps=11), layout=layout)
-    run.go(range(9), lambda step: hot(0, 0.5))
-    (change,) = run.changes()
-    assert change.kind == ("swap" if slots == 3 else "relayout")
-    assert change.adopt_step - change.step == lag_steps
-
-
 @pytest.mark.parametrize("spare_steps", [-1, 0])
 def test_a_relayout_is_begun_only_if_the_run_adopts_it(spare_steps):
-    """The first relayout is decided at step 5 and adopted at step 16."""
-    layout = dataclasses.replace(LAYOUT, slots_per_device=2)
+    """The first relayout is decided at step 5 and adopted at step 16. A keep says why
+    there is none: one is pending, is too late, or cools down."""
     last = settings(relayout_lag_steps=11, num_steps=16 + spare_steps)
-    run = BalancedRun.start(last, layout=layout).go(range(20), lambda step: hot(0, 0.5))
+    run = BalancedRun.start(last, layout=NARROW).go(range(20), lambda step: hot(0, 0.5))
     assert [(d.step, d.adopt_step) for d in run.changes()] == (
         [] if spare_steps else [(5, 16)]
     )
     *_, last_keep = (d for d in run.decisions if d.kind == "keep")
-    assert last_keep.why.endswith(
-        "and a relayout would be adopted at step 16, after the last, 15"
-        if spare_steps
-        else "and a relayout is pending for step 16"
-    )
-
-
-def test_a_kept_plan_says_that_a_relayout_cools_or_waits():
-    state = controller.init(settings(), LAYOUT, ExpertPlan.home_in(LAYOUT, L), L)
-    cooling = dataclasses.replace(state, last_change_step=7)
+    assert "step 16" in last_keep.why
+    assert ("after the last, 15" in last_keep.why) == bool(spare_steps)
+    cooling = dataclasses.replace(run.state, relayout=None, last_change_step=7)
     assert controller._barred(settings(), cooling, 10) == "no relayout before step 27"
-    layout = dataclasses.replace(LAYOUT, slots_per_device=2)
-    run = BalancedRun.start(settings(relayout_lag_steps=11), layout=layout)
-    run.go(range(6), lambda step: hot(0, 0.5))
-    barred = controller._barred(settings(), run.state, 6)
-    assert barred == "a relayout is pending for step 16"
+
+
+def test_a_kept_plan_says_what_a_relayout_would_save():
+    """A row takes a millisecond. Device 0 has 1600 rows of expert 0 and 228 of expert
+    1. With a replica of expert 0 on each device, the fullest device has 400 + 2 * 228.
+    A step takes three times the forward pass, in two layers, so that a relayout saves
+    6 * (1.828 - 0.856) s.
+    """
+    dear = dataclasses.replace(COST, compile_sec=1e4)
+    run = BalancedRun.start(settings(), dear, NARROW)
+    early, late = run.go(range(9), lambda step: hot(0, 0.5)).decisions
+    assert "before loads were seen for a half life" in early.why
+    assert late.why.startswith("relayout saves 5.8 s/step, too little in 500 steps")
 
 
 def test_only_stores_that_the_settings_allow_are_considered():
@@ -160,13 +141,12 @@ def test_only_stores_that_the_settings_allow_are_considered():
     Here collectives are slow and bytes are free. Gathered slots ('sharded') take one
     collective a step; owners and copies take two.
     """
-    slow = dataclasses.replace(COST, latency_sec=0.1, bytes_per_expert=0.0)
-    slow = dataclasses.replace(slow, bytes_per_move=0.0)
+    slow = dataclasses.replace(
+        COST, latency_sec=0.1, bytes_per_expert=0.0, bytes_per_move=0.0
+    )
     for stores, becomes in ((None, "sharded"), (("resident",), "resident")):
         chosen = settings(policy="flexmoe", stores=stores, act_above=1.05)
-        run = BalancedRun.start(chosen, slow).go(
-            range(1, 120), lambda step: hot(0, 0.5)
-        )
+        run = BalancedRun.start(chosen, slow).go(range(1, 60), lambda step: hot(0, 0.5))
         assert run.changes()
         assert run.state.layout.store == becomes
 
@@ -183,49 +163,31 @@ def test_after_an_adoption_it_rests_for_the_cooldown():
         assert not [step for step in decision_steps if at <= step < at + 25]
 
 
+def test_after_a_keep_no_decision_is_made_within_the_cooldown():
+    run = BalancedRun.start(settings(every_steps=1, margin=0.9, cooldown_steps=25))
+    run.go(range(150), lambda step: hot(0, 0.5))
+    assert set(run.kinds()) == {"keep"}
+    later_steps = [d.step for d in run.decisions if d.step > 25]
+    assert len(later_steps) >= 4
+    assert all(b - a == 25 for a, b in itertools.pairwise(later_steps))
+
+
 def test_a_gain_within_the_margin_changes_nothing():
-    gain = BalancedRun.start(settings()).go([0], lambda step: hot(0, 0.5)).changes()[0]
-    at_home = BalancedRun.start(settings())
-    at_home.state = controller.observe(
-        at_home.settings, at_home.state, 0, hot(0, 0.5), np.zeros(L, int)
-    )
-    home_sec = COST.step_sec(hot(0, 0.5).astype(float), at_home.state.plan, LAYOUT)
-    share = gain.modelled_gain_sec / home_sec
+    first = BalancedRun.start(settings()).go([0], lambda step: hot(0, 0.5))
+    home_sec = COST.step_sec(hot(0, 0.5).astype(float), HOME, LAYOUT)
+    share = first.changes()[0].modelled_gain_sec / home_sec
     for margin, kind in ((share * 0.99, "swap"), (share * 1.01, "keep")):
-        run = BalancedRun.start(settings(margin=margin)).go(
-            [0], lambda step: hot(0, 0.5)
-        )
-        assert run.kinds() == [kind]
-    assert "max/mean" in run.decisions[0].line()
+        run = BalancedRun.start(settings(margin=margin))
+        assert run.go([0], lambda step: hot(0, 0.5)).kinds() == [kind]
 
 
-def test_a_lasting_hot_expert_leads_to_one_swap():
-    load_lwe = hot(5, 0.4)
-    run = BalancedRun.start(settings()).go(range(100), lambda step: load_lwe)
-    assert run.kinds() == ["swap"]
-    before = worst(BalancedRun.start(settings()).state, load_lwe)
-    assert worst(run.state, load_lwe) < 1.2 < before
-
-
-def test_a_load_faster_than_the_cooldown_does_not_cause_constant_changes():
-    """The number of changes is bounded by the cool-down if two experts are hot in turn
-    for 10 steps each, with noise."""
-    rng = np.random.default_rng(0)
-    oscillating = settings(every_steps=1, cooldown_steps=60)
-    run = BalancedRun.start(oscillating)
-    run.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
-    period = 60 + run.settings.lag_steps
-    assert 1 <= len(run.changes()) <= 1200 // period + 1
-    slow = BalancedRun.start(dataclasses.replace(oscillating, half_life_steps=40.0))
-    slow.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
-    assert 1 <= len(slow.changes()) <= 3, "an average over both sees both"
-
-
-def test_noise_alone_changes_nothing_after_the_first_swap():
-    rng = np.random.default_rng(1)
-    run = BalancedRun.start(settings(every_steps=1, cooldown_steps=0, act_above=1.3))
-    run.go(range(400), lambda step: noisy(hot(3, 0.4), rng))
-    assert 1 <= len(run.changes()) <= 2
+def test_a_lasting_hot_expert_leads_to_one_swap_and_an_even_load_to_none():
+    run = BalancedRun.start(settings()).go(range(40), lambda step: EVEN)
+    assert run.decisions == []
+    run.go(range(40, 140), lambda step: hot(5, 0.4))
+    assert [d.kind for d in run.changes()] == ["swap"]
+    home = dataclasses.replace(run.state, plan=HOME)
+    assert worst(run.state, hot(5, 0.4)) < 1.2 < worst(home, hot(5, 0.4))
 
 
 def random_run(seed, **changes):
@@ -242,43 +204,6 @@ def random_run(seed, **changes):
     return BalancedRun.start(settings(**changes)), load_of_step
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_change_makes_the_worst_layer_worse(seed):
-    run, load_of_step = random_run(seed, cooldown_steps=0, every_steps=2)
-    run.go(range(300), load_of_step)
-    assert len(run.changes()) > 3
-    for decision in run.changes():
-        assert (
-            decision.device_max_over_mean_after <= decision.device_max_over_mean_before
-        )
-        assert decision.modelled_gain_sec * 500 > decision.modelled_cost_sec
-        decision.plan.validate(decision.layout)
-
-
-@pytest.mark.parametrize("cut", ["swap", "quiet"])
-def test_a_state_from_json_goes_on_as_the_state(cut):
-    """A run from a saved state makes the same decisions as the run that was saved, and
-    has the same state bit for bit after 200 random steps."""
-    run, load_of_step = random_run(7, cooldown_steps=10)
-    is_pending = cut == "swap"
-    step = 40
-    run.go(range(step), load_of_step)
-    while bool(run.state.swaps) != is_pending:
-        run.go([step], load_of_step)
-        step += 1
-    text = codec.dumps(run.state)
-    assert codec.dumps(codec.loads(text)) == text
-    twin = BalancedRun(run.settings, run.cost, codec.loads(text), [])
-    run.decisions = []
-    for each in (run, twin):
-        each.go(range(step, step + 200), load_of_step)
-    assert len(run.changes()) > 1
-    assert [codec.dumps(d) for d in run.decisions] == [
-        codec.dumps(d) for d in twin.decisions
-    ]
-    assert codec.dumps(run.state) == codec.dumps(twin.state)
-
-
 def relayout_run(**changes):
     """Return a run whose expert of half of the rows is another one every 25 steps, and
     a function that gives its loads. A relayout to four slots is decided at step 105 and
@@ -286,6 +211,40 @@ def relayout_run(**changes):
     values = {"relayout_lag_steps": 60, "cooldown_steps": 5, "max_slots_per_device": 4}
     run = BalancedRun.start(settings(**values | changes))
     return run, lambda step: hot(step // 25 % E, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make_run", "changes", "is_to_be_cut"),
+    [
+        (random_run, {"seed": 7}, lambda state: not state.swaps),
+        (
+            random_run,
+            {"seed": 5, "cooldown_steps": 0, "every_steps": 2, "half_life_steps": 1.0},
+            lambda state: len(state.swaps) == 2,
+        ),
+        (relayout_run, {}, lambda state: state.swaps and state.relayout),
+    ],
+    ids=["quiet", "two swaps", "swap and relayout"],
+)
+def test_a_state_from_json_goes_on_as_the_state(make_run, changes, is_to_be_cut):
+    """A run from a saved state makes the same decisions as the run that was saved, and
+    has the same state bit for bit after 80 steps."""
+    run, load_of_step = make_run(**changes)
+    step = 0
+    while step < 40 or not is_to_be_cut(run.state):
+        run.go([step], load_of_step)
+        step += 1
+    text = codec.dumps(run.state)
+    assert codec.dumps(codec.loads(text)) == text
+    twin = BalancedRun(run.settings, run.cost, codec.loads(text), [])
+    run.decisions = []
+    for each in (run, twin):
+        each.go(range(step, step + 80), load_of_step)
+    assert run.changes()
+    assert [codec.dumps(d) for d in run.decisions] == [
+        codec.dumps(d) for d in twin.decisions
+    ]
+    assert codec.dumps(run.state) == codec.dumps(twin.state)
 
 
 def test_swaps_go_on_while_a_relayout_is_pending():
@@ -357,43 +316,54 @@ def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
     assert other.layout != LAYOUT
 
 
-def test_a_state_with_several_swaps_goes_on_from_json():
-    values = {"every_steps": 1, "half_life_steps": 1.0}
-    run, load_of_step = random_run(5, cooldown_steps=0, **values)
-    step = 0
-    while len(run.state.swaps) < 2:
-        run.go([step], load_of_step)
-        step += 1
-    saved = codec.loads(codec.dumps(run.state))
-    twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
-    for each in (run, twin):
-        each.go(range(step, step + 40), load_of_step)
-    assert [codec.dumps(d) for d in run.decisions] == [
-        codec.dumps(d) for d in twin.decisions
-    ]
-    assert codec.dumps(run.state) == codec.dumps(twin.state)
+def test_swaps_do_not_postpone_a_relayout_for_ever(monkeypatch):
+    """There are never three swaps in a row if both kinds always pay and a relayout pays
+    more.
+
+    A swap may follow a relayout at once, and a second swap may be preferred. The next
+    change is then a relayout.
+    """
+    run = BalancedRun.start(settings(every_steps=1, cooldown_steps=10))
+    wide = dataclasses.replace(LAYOUT, slots_per_device=4)
+
+    def candidate(plan, layout, gain_sec):
+        return Candidate(plan, layout, 1.0, gain_sec, 1e-9, 0.0, 0.0, 1)
+
+    def swaps(question):
+        table_lp = np.roll(question.plan.slot_to_expert_lp, LAYOUT.slots_per_device, 1)
+        return [candidate(ExpertPlan(table_lp, E), question.layout, 1.0)]
+
+    def relayouts(question, _):
+        layout = wide if question.layout == LAYOUT else LAYOUT
+        return [candidate(question.plan.resized(layout), layout, 2.0)]
+
+    monkeypatch.setattr(candidates, "swap", swaps)
+    monkeypatch.setattr(candidates, "relayouts", relayouts)
+    run.go(range(120), lambda step: hot(0, 0.5))
+    kinds = run.kinds()[2:]  # before, too few steps were observed for a relayout
+    kinds = [kind for kind in kinds if kind != "keep"]  # at the last call of a relayout
+    assert len(kinds) >= 4
+    assert set(kinds) == {"swap", "relayout"}
+    triples = zip(kinds, kinds[1:], kinds[2:])
+    assert all(triple != ("swap",) * 3 for triple in triples)
 
 
-def test_a_state_with_a_swap_and_a_relayout_goes_on_from_json():
-    run, load_of_step = relayout_run()
-    run.go(range(111), load_of_step)
-    assert [swap.adopt_step for swap in run.state.swaps] == [113]
-    assert run.state.relayout.adopt_step == 165
-    saved = codec.loads(codec.dumps(run.state))
-    twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
-    for each in (run, twin):
-        each.go(range(111, 200), load_of_step)
-    assert [codec.dumps(d) for d in run.decisions] == [
-        codec.dumps(d) for d in twin.decisions
-    ]
-    assert codec.dumps(run.state) == codec.dumps(twin.state)
-
-
-def test_two_runs_decide_alike():
-    runs = [random_run(11)[0].go(range(120), random_run(11)[1]) for _ in range(2)]
-    a, b = ([codec.dumps(d) for d in run.decisions] for run in runs)
-    assert a == b
-    assert a
+def test_a_layout_that_is_refused_is_not_proposed_again():
+    """A layout that could not be compiled or was too large is not proposed again; other
+    layouts may be."""
+    waiting = settings(cooldown_steps=10, lag_steps=1000, every_steps=1)
+    run = BalancedRun.start(waiting, layout=NARROW)
+    layouts = []
+    for step in range(0, 150, 30):
+        run.go(range(step, step + 30), lambda step: hot(0, 0.5))
+        if run.state.relayout is not None:
+            layouts.append(run.state.relayout.layout)
+            run.state = controller.refuse(run.state)
+            again = codec.loads(codec.dumps(run.state))
+            assert again.refused == tuple(layouts)
+            assert again.layout == NARROW
+    assert layouts
+    assert len(set(layouts)) == len(layouts)
 
 
 def test_pairs_under_an_older_plan_are_forgotten():
@@ -426,24 +396,26 @@ def test_a_changed_half_life_counts_from_then_on():
         ({"every_steps": 0}, "Balance.every_steps=0 must be at least 1"),
         ({"half_life_steps": 0}, "Balance.half_life_steps=0 must be at least 1"),
         ({"half_life_steps": float("nan")}, "Balance.half_life_steps=nan must be"),
-        ({"policy": "flexmo"}, "flexmoe"),
+        ({"policy": "flexmo"}, "did you mean 'flexmoe'"),
+        ({"policy": "quux"}, "use one of them"),
+        ({"policy": "prophet", "num_nodes": 2}, "Balance.num_nodes=2 is an option of"),
+        ({"policy": "eplb", "stores": ("owned",)}, "Balance.policy='eplb' plans for"),
+        ({"max_slots_per_device": None}, "max_slots_per_device=None must be a number"),
         ({"relayout_lag_steps": 2}, "Balance.relayout_lag_steps=2 must exceed"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(changes, words):
-    with pytest.raises(ValueError) as info:
+    with pytest.raises(ValueError, match=words) as info:
         settings(**changes)
-    assert words in str(info.value)
     assert "\n" not in str(info.value)
 
 
 def test_a_start_that_does_not_fit_is_refused():
-    plan = ExpertPlan.home_in(LAYOUT, L)
     with pytest.raises(ValueError, match=r"max_slots_per_device=2 is less than the 3"):
-        controller.init(settings(max_slots_per_device=2), LAYOUT, plan, L)
+        controller.init(settings(max_slots_per_device=2), LAYOUT, HOME, L)
     with pytest.raises(ValueError, match=r"the plan has 2 layers and the model 3"):
-        controller.init(settings(), LAYOUT, plan, L + 1)
-    gap = plan.slot_to_expert_lp.copy()
+        controller.init(settings(), LAYOUT, HOME, L + 1)
+    gap = HOME.slot_to_expert_lp.copy()
     gap[gap == 0] = EMPTY
     with pytest.raises(ValueError, match=r"layer 0 has no slot for experts \[0\]"):
         controller.init(settings(), LAYOUT, ExpertPlan(gap, E), L)

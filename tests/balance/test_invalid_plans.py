@@ -35,15 +35,12 @@ def drop_hottest(load_lwe, layout, cost, current, layer: int = 0):
     return ExpertPlan(table_lp, layout.num_experts)
 
 
-@pytest.fixture
-def lossy(monkeypatch):
-    """A function that enters a plan function into POLICIES as 'lossy'."""
-
-    def enter(plan) -> None:
-        monkeypatch.setitem(POLICIES, "lossy", Policy(plan, ("resident",)))
-
-    enter(drop_hottest)
-    return enter
+@pytest.fixture(params=[0, 2])
+def layer(request, monkeypatch) -> int:
+    """The layer in which the policy 'lossy' loses the hottest expert."""
+    plan = functools.partial(drop_hottest, layer=request.param)
+    monkeypatch.setitem(POLICIES, "lossy", Policy(plan, ("resident",)))
+    return request.param
 
 
 def load(hottest: int) -> np.ndarray:
@@ -53,7 +50,11 @@ def load(hottest: int) -> np.ndarray:
     return load_lwe
 
 
-def test_replay_names_the_policy_the_layer_and_the_expert(lossy, tmp_path, capsys):
+def test_replay_names_the_policy_the_layer_and_the_expert(
+    monkeypatch, tmp_path, capsys
+):
+    """Replay plans layer by layer, and knows the layers' numbers from the trace."""
+    monkeypatch.setitem(POLICIES, "lossy", Policy(drop_hottest, ("resident",)))
     path = tmp_path / "a.npz"
     tokens = np.repeat(load(5)[None, :2], 3, axis=0)
     np.savez(path, tokens=tokens, layer=np.array([4, 9]))
@@ -63,48 +64,22 @@ def test_replay_names_the_policy_the_layer_and_the_expert(lossy, tmp_path, capsy
     assert error.startswith(LOST.format(4, 5))
 
 
-def test_the_check_before_the_first_step_is_on_a_skewed_load(lossy):
-    with pytest.raises(ValueError, match=LOST.format(0, r"\d")):
+def test_a_run_checks_its_policy_on_a_skewed_load(layer):
+    with pytest.raises(ValueError, match=LOST.format(layer, r"\d")):
         check_on_skewed_load("lossy", POLICIES["lossy"], LAYOUT, NOTES, L)
-    lossy(functools.partial(drop_hottest, layer=2))
-    with pytest.raises(ValueError, match=LOST.format(2, r"\d")):
-        check_on_skewed_load("lossy", POLICIES["lossy"], LAYOUT, NOTES, L)
+    with pytest.raises(ValueError, match=LOST.format(layer, r"\d")):
+        make_run(Config(balance=Balance(policy="lossy"))).check_policy()
     other_store = dataclasses.replace(LAYOUT, store="transient")
-    policy = POLICIES["lossy"]  # plans for another store
-    check_on_skewed_load("lossy", policy, other_store, NOTES, L)
+    check_on_skewed_load("lossy", POLICIES["lossy"], other_store, NOTES, L)
 
 
-def test_a_run_checks_its_policy(lossy):
-    cfg = Config(balance=Balance(policy="lossy"))
-    with pytest.raises(ValueError, match=LOST.format(0, r"\d")):
-        make_run(cfg).check_policy()
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "home"])
-@pytest.mark.parametrize("devices", [1, 4])
-def test_every_shipped_policy_passes(name, devices):
-    policy = POLICIES[name]
-    for store in policy.stores:
-        slots = E // devices + (store != "owned")
-        budgets = {}
-        if store in ("transient", "resident"):
-            budgets = {"offers_per_device": 2, "copies_per_device": 1}
-        if devices == 1:
-            slots, budgets = E, {}
-        layout = Layout(
-            E, devices, slots, 64, "ragged" if devices > 1 else "local",
-            store=store, split=policy.split, **budgets,
-        )  # fmt: skip
-        check_on_skewed_load(name, policy, layout, NOTES, L)
-
-
-def test_the_balancer_takes_no_invalid_plan(lossy):
+def test_the_balancer_takes_no_invalid_plan(layer):
     settings = Settings.of(
         Balance(policy="lossy", every_steps=1, half_life_steps=1.0), 4, ("resident",)
     )
     state = controller.init(settings, LAYOUT, ExpertPlan.home_in(LAYOUT, L), L)
     state = controller.observe(settings, state, 0, load(6), np.zeros(L, int))
-    with pytest.raises(ValueError, match=LOST.format(0, 6)):
+    with pytest.raises(ValueError, match=LOST.format(layer, 6)):
         controller.decide(settings, NOTES, state, 0)
 
 

@@ -1,6 +1,7 @@
 """Test the load tracker: its averages, its forecast, and its JSON."""
 
 import base64
+import dataclasses
 import json
 
 import numpy as np
@@ -27,13 +28,6 @@ def watch(load_tlwe, half_life_steps, first_step=0, pair_tl=None):
     return tracker
 
 
-def test_a_constant_load_is_its_own_forecast():
-    load_lwe = random_loads(0, 1)[0]
-    for steps in (1, 2, 30):
-        tracker = watch([load_lwe] * steps, 5.0)
-        assert_close(loads.forecast(tracker, 3), load_lwe.astype(float))
-
-
 def test_the_average_weighs_a_step_by_half_for_each_half_life():
     """The average has weights 2^(-age / half life), divided by their sum."""
     load_tlwe = random_loads(1, 40)
@@ -50,18 +44,16 @@ def test_missed_steps_age_earlier_observations():
     assert_close(tracker.mean_lwe, (old_lwe / 4 + new_lwe) / (1 + 1 / 4))
 
 
-def test_a_linear_change_is_forecast():
-    """The forecast is right if three of each source's thousand rows move from expert 0
-    to expert 1 in every step."""
-    steps = 150
-    load_tlwe = np.zeros((steps, L, W, E), np.int64)
-    load_tlwe[..., 0] = (1000 - 3 * np.arange(steps))[:, None, None]
-    load_tlwe[..., 1] = (3 * np.arange(steps))[:, None, None]
-    tracker = watch(load_tlwe, 5.0)
-    ahead_lwe = np.zeros((L, W, E))
-    ahead_lwe[..., 0] = 1000 - 3 * (steps - 1 + 4)
-    ahead_lwe[..., 1] = 3 * (steps - 1 + 4)
-    assert np.allclose(loads.forecast(tracker, 4), ahead_lwe, atol=1e-3)
+@pytest.mark.parametrize(("steps", "drift"), [(1, 0), (2, 0), (30, 0), (150, 3)])
+def test_a_constant_load_and_a_linear_change_are_forecast(steps, drift):
+    """In every step, `drift` of each source's thousand rows move from expert 0 to
+    expert 1. In the long run the forecast is right."""
+    moved_t = drift * np.arange(steps + 4)
+    load_tlwe = np.zeros((steps + 4, L, W, E), np.int64)
+    load_tlwe[..., 0] = (1000 - moved_t)[:, None, None]
+    load_tlwe[..., 1] = moved_t[:, None, None]
+    tracker = watch(load_tlwe[:steps], 5.0)
+    assert np.allclose(loads.forecast(tracker, 4), load_tlwe[-1], atol=1e-3)
 
 
 def test_no_drift_reaches_further_than_a_half_life():
@@ -73,20 +65,15 @@ def test_no_drift_reaches_further_than_a_half_life():
 
 def test_a_forecast_is_never_negative_and_keeps_each_layers_rows():
     """The forecast of a load that drops within a few steps is not negative, although
-    linear extrapolation would be."""
+    linear extrapolation would be. A layer without rows has a forecast of none."""
     load_tlwe = np.zeros((12, L, W, E), np.int64)
-    load_tlwe[:8, ..., 0] = 512
-    load_tlwe[8:, ..., 5] = 512
+    load_tlwe[:8, 0, :, 0] = 512
+    load_tlwe[8:, 0, :, 5] = 512
     tracker = watch(load_tlwe, 2.0)
     assert (2 * tracker.mean_lwe - tracker.mean_of_means_lwe).min() < 0
     load_lwe = loads.forecast(tracker, 2)
     assert load_lwe.min() >= 0
-    assert_close(load_lwe.sum(axis=(1, 2)), np.full(L, 512.0 * W))
-
-
-def test_without_rows_the_forecast_is_zero():
-    tracker = watch(np.zeros((3, L, W, E), np.int64), 5.0)
-    assert not loads.forecast(tracker, 2).any()
+    assert_close(load_lwe.sum(axis=(1, 2)), np.array([512.0 * W, 0.0]))
 
 
 @pytest.mark.trace
@@ -107,53 +94,36 @@ def test_on_the_recorded_trace_the_drift_helps(trace):
 
 
 def test_the_fullest_pair_is_a_percentile_of_the_last_steps():
+    """Forgetting the pairs does not change the loads."""
     steps = loads.WINDOW_STEPS + 30
     pair_tl = np.random.default_rng(4).integers(0, 10_000, (steps, L))
     pair_tl[:30] = 1_000_000  # older than the window
-    tracker = watch(np.zeros((steps, L, W, E), np.int64), 5.0, pair_tl=pair_tl)
+    tracker = watch(random_loads(5, steps), 5.0, pair_tl=pair_tl)
     p95_l = loads.fullest_pair(tracker, 95)
     above_l = (pair_tl[30:] > p95_l).sum(axis=0)
     assert (above_l == loads.WINDOW_STEPS // 20).all(), above_l
     assert p95_l.max() < 10_000
-
-
-def test_forgetting_pairs_does_not_change_the_loads():
-    tracker = watch(random_loads(5, 9), 5.0, pair_tl=np.full((9, L), 77))
-    assert (loads.fullest_pair(tracker, 95) == 77).all()
     without_pairs = loads.forget_pairs(tracker)
     assert (loads.fullest_pair(without_pairs, 95) == 0).all()
     assert np.array_equal(loads.forecast(without_pairs, 2), loads.forecast(tracker, 2))
 
 
-@pytest.mark.parametrize("steps", [0, 1, 130])
-def test_json_keeps_every_bit(steps):
+@pytest.mark.parametrize("steps", [0, 130])
+def test_json_keeps_every_bit_in_little_endian_order(steps):
     pair_tl = np.random.default_rng(6).integers(0, 99, (max(steps, 1), L))
     tracker = watch(random_loads(7, steps), 3.3, pair_tl=pair_tl)
     again = codec.loads(codec.dumps(tracker))
-    for name in ("mean_lwe", "mean_of_means_lwe", "fullest_lt"):
-        before, after = getattr(tracker, name), getattr(again, name)
-        assert before.dtype == after.dtype
-        assert before.shape == after.shape
-        assert before.tobytes() == after.tobytes()
-    scalars = ("half_life_steps", "step", "weight")
-    assert [getattr(tracker, n) for n in scalars] == [
-        getattr(again, n) for n in scalars
-    ]
+    record = json.loads(codec.dumps(tracker))["fields"]
+    for field in dataclasses.fields(tracker):
+        before, after = getattr(tracker, field.name), getattr(again, field.name)
+        if isinstance(before, np.ndarray):
+            assert (before.dtype, before.shape) == (after.dtype, after.shape)
+            raw = base64.b64decode(record[field.name]["base64"])
+            little = before.astype(before.dtype.newbyteorder("<"))
+            assert raw == little.tobytes() == after.tobytes()
+        else:
+            assert before == after
     assert again.is_empty == (steps == 0)
-
-
-def test_json_is_little_endian_on_every_machine():
-    tracker = watch(np.full((1, L, W, E), 3), 5.0)
-    record = json.loads(codec.dumps(tracker))["fields"]["mean_lwe"]
-    raw = base64.b64decode(record["base64"])
-    assert raw[:8] == bytes.fromhex("0000000000000840")  # 3.0
-
-
-def test_observing_does_not_change_the_older_tracker():
-    tracker = watch(random_loads(8, 3), 5.0)
-    before = codec.dumps(tracker)
-    loads.observe(tracker, 3, random_loads(9, 1)[0], NO_PAIR_L)
-    assert codec.dumps(tracker) == before
 
 
 @pytest.mark.parametrize(
@@ -166,7 +136,6 @@ def test_observing_does_not_change_the_older_tracker():
 )
 def test_bad_observations_are_refused_in_one_line(step, shape, words):
     tracker = watch(random_loads(10, 3), 5.0)
-    with pytest.raises(ValueError) as info:
+    with pytest.raises(ValueError, match=words) as info:
         loads.observe(tracker, step, np.zeros(shape, np.int64), NO_PAIR_L)
-    assert words in str(info.value)
     assert "\n" not in str(info.value)

@@ -1,4 +1,4 @@
-"""Test MicroMoE's plans: laws of the search, and the paper's sweep of Zipf skews."""
+"""Test MicroMoE's plans: laws of the search, and a sweep of Zipf skews."""
 
 import dataclasses
 import itertools
@@ -52,62 +52,33 @@ def ratio(load_e: np.ndarray, row_p: np.ndarray, w: int = W) -> float:
     return density(row_p, load_e, w) / (load_e.sum() / w)
 
 
-@pytest.mark.parametrize("skew", [0.4, 0.8, 1.0, 1.2, 1.6, 2.0])
-def test_with_true_loads_every_skew_is_even(skew):
+@pytest.mark.parametrize(
+    ("skew", "w", "slots", "limit"),
+    [(0.4, W, 8, 1 + 1e-6), (1.2, W, 8, 1 + 1e-6), (2.0, W, 8, 1 + 1e-6),
+     (1.0, 64, 5, 1.02)],
+)  # fmt: skip
+def test_with_true_loads_every_skew_is_even(skew, w, slots, limit):
     """A plan made for the true loads is even under every skew (Figure 8 of the paper: 8
-    devices, 32 experts, two slots per expert).
-
-    A symmetric plan is as even only while the hottest expert fits on its two devices.
-    """
-    for seed in range(4):
-        load_e = zipf(seed, skew)
-        assert ratio(load_e, micromoe.asymmetric(load_e, W, 8)) == pytest.approx(1)
-        symmetric = ratio(load_e, graphs.symmetric(E, W, 8))
-        floor = max(1, load_e.max() / 2 / (load_e.sum() / W))
-        assert symmetric >= floor * (1 - 1e-12)
-        assert skew > 0.5 or symmetric == pytest.approx(1)
-
-
-@pytest.mark.parametrize("skew", [0.5, 1.0, 1.5])
-def test_one_spare_slot_a_device_is_enough_on_64_devices(skew):
-    load_e = zipf(3, skew, 256)
-    row_p = micromoe.asymmetric(load_e, 64, 5)
-    assert ratio(load_e, row_p, 64) < 1.02
-    assert ratio(load_e, np.arange(256), 64) > 1.5
-
-
-def test_with_the_same_number_of_slots_it_is_more_even_than_eplb():
-    """An exact split of MicroMoE's plan is at least as even as one of EPLB's plan,
-    which is more even than the even split that EPLB plans for."""
-    for seed in range(6):
-        load_e = zipf(seed, 1.0)
-        eplb_p = eplb.rebalance(load_e, W, 5)
-        best, exact = (
-            ratio(load_e, micromoe.asymmetric(load_e, W, 5)),
-            ratio(load_e, eplb_p),
-        )
-        shares_p = (load_e / np.bincount(eplb_p))[eplb_p]
-        even = shares_p.reshape(W, -1).sum(axis=1).max() / (load_e.sum() / W)
-        assert best <= exact < even
-
-
-def test_devices_keep_their_own_experts_and_hold_none_twice():
-    for seed, slots in itertools.product(range(4), (5, 6, 9)):
-        row_p = make_plan(zipf(seed, 1.3), make_layout(slots)).slot_to_expert_lp[0]
-        for device, row_s in enumerate(row_p.reshape(W, slots)):
-            held_s = row_s[row_s != EMPTY].tolist()
-            assert set(range(4 * device, 4 * device + 4)) <= set(held_s)
-            assert len(set(held_s)) == len(held_s)
+    devices, 32 experts, two slots per expert). On 64 devices one spare slot each is
+    enough."""
+    num_experts = E if w == W else 4 * w
+    for seed in range(4 if w == W else 1):
+        load_e = zipf(seed, skew, num_experts)
+        assert ratio(load_e, micromoe.asymmetric(load_e, w, slots), w) < limit
 
 
 @pytest.mark.parametrize(("offers", "copies"), [(1, 1), (2, 3), (4, 1), (0, 0)])
 def test_budgets_are_used_and_not_exceeded(offers, copies):
+    """Each device keeps its own experts, holds as many copies as it may, and no expert
+    twice."""
     layout = make_layout(8, offers, copies)
     for load_e in (zipf(1, 1.0), np.zeros(E)):
         plan = make_plan(load_e, layout)
         assert plan.needs(W).offers <= offers
-        held_ws = plan.slot_to_expert_lp.reshape(W, 8) != EMPTY
-        assert np.array_equal(held_ws.sum(axis=1), np.full(W, E // W + copies))
+        for device, row_s in enumerate(plan.slot_to_expert_lp.reshape(W, 8)):
+            held = row_s[row_s != EMPTY].tolist()
+            assert set(range(4 * device, 4 * device + 4)) <= set(held)
+            assert len(held) == len(set(held)) == E // W + copies
 
 
 def test_without_load_the_plan_is_symmetric():

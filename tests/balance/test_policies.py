@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from moejax.balance.policies import POLICIES, check_policy, prophet
+from moejax.balance.policies import POLICIES, prophet
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.flexmoe.replicas import start
 from moejax.perf.cost_model import NOTES, tight
 from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
-from moejax.plan.expert_plan import EMPTY, ExpertPlan, find_copies
+from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
 NAMES = sorted(POLICIES)
@@ -34,17 +34,10 @@ def make_layout(name, store, sizes=(16, 4), spare=2, budgets=None) -> Layout:
     if store not in ("transient", "resident"):
         offers = copies = 0
     return Layout(
-        num_experts,
-        w,
-        slots,
-        64,
-        transport="ragged",
-        store=store,
-        split=policy.split,
-        prefetch=policy.prefetches(store),
-        offers_per_device=offers,
-        copies_per_device=copies,
-    )
+        num_experts, w, slots, 64, "ragged" if w > 1 else "local", store=store,
+        split=policy.split, prefetch=policy.prefetches(store),
+        offers_per_device=offers, copies_per_device=copies,
+    )  # fmt: skip
 
 
 def loads(num_layers=3, sizes=(16, 4)) -> dict[str, np.ndarray]:
@@ -90,7 +83,7 @@ def own_sec(cost, load_we, plan, layer, layout) -> float:
     return cost.layer_sec(load_we, alone.slot_to_expert_lp[0], tight(layout, alone))
 
 
-@pytest.mark.parametrize("budgets", [None, (0, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize("budgets", [None, (0, 0), (2, 1)])
 @pytest.mark.parametrize(("name", "store"), CASES)
 def test_every_plan_is_valid_and_the_same_again(name, store, budgets):
     """Plans are valid for their layout and its budgets, from home and from the plan
@@ -103,7 +96,7 @@ def test_every_plan_is_valid_and_the_same_again(name, store, budgets):
         current = plan
 
 
-@pytest.mark.parametrize("sizes", [(6, 3), (8, 8), (12, 2), (4, 1)])
+@pytest.mark.parametrize("sizes", [(6, 3), (8, 8), (4, 1)])
 @pytest.mark.parametrize(("name", "store"), CASES)
 def test_plans_of_other_sizes_are_valid(name, store, sizes):
     rng = np.random.default_rng(6)
@@ -145,31 +138,29 @@ def test_the_modelled_time_never_rises(name):
 
 def test_smartmoe_never_fills_the_fullest_device_further():
     layout = make_layout("smartmoe", "owned")
-    current = home_plan(layout)
+    current, num_moved = home_plan(layout), 0
     for load_lwe in loads().values():
         plan = POLICIES["smartmoe"].plan(load_lwe, layout, NOTES, current)
         for layer, load_we in enumerate(load_lwe):
             old_p, new_p = (x.slot_to_expert_lp[layer] for x in (current, plan))
             before, after = (layer_ratio(load_we, p, layout) for p in (old_p, new_p))
             assert after < before or np.array_equal(old_p, new_p)
+            num_moved += after < before
         current = plan
-
-
-@pytest.mark.parametrize("name", ["fastermoe", "prophet", "flexmoe"])
-def test_copies_of_infinite_cost_are_not_made(name):
-    layout = make_layout(name, POLICIES[name].stores[0])
-    for load_lwe in loads().values():
-        home = home_plan(layout)
-        assert POLICIES[name].plan(load_lwe, layout, ENDLESS, home) == home
+    assert num_moved > 3
 
 
 @pytest.mark.parametrize("name", ["fastermoe", "prophet", "flexmoe", "eplb", "laer"])
-def test_free_copies_balance_a_hot_expert(name):
+def test_free_copies_balance_a_hot_expert_and_infinitely_dear_ones_are_not_made(name):
     """If copies are free and one expert has all rows, every device computes the same
-    number of rows."""
+    number of rows. EPLB and LAER count no cost of copies, for theirs travel anyway."""
     layout = make_layout(name, POLICIES[name].stores[0])
+    home = home_plan(layout)
+    for load_lwe in loads().values():
+        dear = POLICIES[name].plan(load_lwe, layout, ENDLESS, home)
+        assert dear == home or name in ("eplb", "laer")
     load_lwe = loads()["one hot"]
-    plan = POLICIES[name].plan(load_lwe, layout, FREE, home_plan(layout))
+    plan = POLICIES[name].plan(load_lwe, layout, FREE, home)
     for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp):
         assert layer_ratio(load_we, row_p, layout) == pytest.approx(1)
 
@@ -185,6 +176,8 @@ def test_a_balanced_load_changes_nothing(name, store):
 
 @pytest.mark.parametrize("name", ["fastermoe", "prophet"])
 def test_a_shadow_has_one_slot_on_every_device_but_its_owner(name):
+    """Budgets are used: with one offer and two copies, an owner offers one expert and a
+    device holds two copies."""
     layout = make_layout(name, "transient", spare=4)
     plan = POLICIES[name].plan(loads()["zipf"], layout, FREE, home_plan(layout))
     num_shadows = 0
@@ -198,6 +191,11 @@ def test_a_shadow_has_one_slot_on_every_device_but_its_owner(name):
                 assert np.array_equal(column_w, want_w)
                 num_shadows += 1
     assert num_shadows > 3
+    tight_layout = make_layout(name, "transient", spare=4, budgets=(1, 2))
+    plan = POLICIES[name].plan(
+        loads()["zipf"], tight_layout, FREE, home_plan(tight_layout)
+    )
+    assert plan.validate(tight_layout).needs(4) == (1, 2)
 
 
 def test_prophet_copies_more_where_copies_are_prefetched():
@@ -208,15 +206,6 @@ def test_prophet_copies_more_where_copies_are_prefetched():
     hidden, seen = (prophet.plan(load_lwe, x, dear, home) for x in (layout, exposed))
     count = [np.sum(p.slot_to_expert_lp >= 0) for p in (hidden, seen)]
     assert count[0] > count[1]
-
-
-@pytest.mark.parametrize("name", ["fastermoe", "prophet"])
-def test_budgets_are_used_and_not_exceeded(name):
-    """With budgets of one offer and two copies, no owner offers two experts and no
-    device holds three copies."""
-    layout = make_layout(name, "transient", spare=4, budgets=(1, 2))
-    plan = POLICIES[name].plan(loads()["zipf"], layout, FREE, home_plan(layout))
-    assert plan.validate(layout).needs(4) == (1, 2)
 
 
 @pytest.mark.parametrize("store", ["resident", "sharded"])
@@ -273,24 +262,6 @@ def test_eplb_never_puts_two_replicas_of_one_expert_on_a_device():
         assert np.array_equal(filled_l, np.full(20, min(4 * (4 + spare), 64)))
 
 
-def test_smartmoe_moves_owners_with_slots_and_copies_nothing():
-    layout = make_layout("smartmoe", "owned")
-    load_lwe = loads()["zipf"]
-    plan = POLICIES["smartmoe"].plan(load_lwe, layout, NOTES, home_plan(layout))
-    assert not plan.is_logical
-    for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le):
-        assert not find_copies(row_p, owned_e, 4).any()
-
-
-def test_an_unknown_policy_names_the_nearest():
-    assert check_policy("eplb") is POLICIES["eplb"]
-    with pytest.raises(ValueError, match="did you mean 'flexmoe'") as error:
-        check_policy("flexmo")
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"'auto' is for a run .*use one of them"):
-        check_policy("quux")
-
-
 STEPS_OF_FLEXMOE = ("expand", "migrate", "shrink", "displace")
 
 
@@ -315,7 +286,7 @@ def test_each_step_of_flexmoe_lowers_the_norm_of_device_times(monkeypatch):
     for name in STEPS_OF_FLEXMOE:
         monkeypatch.setattr(flexmoe, name, watched(name, getattr(flexmoe, name)))
     rng = np.random.default_rng(0)
-    for own, w, spare in itertools.product((1, 2, 4), (2, 4, 8), (1, 2)):
+    for own, w, spare in itertools.product((1, 2, 4), (2, 8), (1, 2)):
         slots = min(own + spare, own * w)
         for offers in range(1, own + 1):
             layout = Layout(

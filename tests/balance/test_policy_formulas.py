@@ -5,6 +5,7 @@ searches compared with brute force.
 """
 
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -15,7 +16,6 @@ from moejax.balance.policies import eplb, fastermoe, laer, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.settings import Settings, find_policy
 from moejax.perf.cost_model import NOTES, CostModel, tight
-from moejax.perf.traffic import max_over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
@@ -45,15 +45,6 @@ def test_fastermoe_equations_7_and_8():
     assert fastermoe.imbalance_sec(COST, rows_w) == pytest.approx(3 * 7 + 4 * 7 * 0.5)
     assert fastermoe.shadow_sec(COST, 2, rows_w) == pytest.approx(3 * 7 + 2 * 2 * 2)
     assert fastermoe.shadow_sec(COST, 0, rows_w) == pytest.approx(3 * 7)
-
-
-def test_fastermoe_equations_9_and_10_follow_from_7_and_8():
-    """Shadowing r experts pays if 3 (B - B') F / P + 4 B H / W > 2 r |W| / W."""
-    for rows, after, r in itertools.product((2, 5, 9), (1, 4), (1, 3)):
-        gain = 3 * (rows - after) + 4 * rows * 0.5 - 2 * r * 2
-        before = fastermoe.imbalance_sec(COST, np.array([rows, 0.0]))
-        shadowed = fastermoe.shadow_sec(COST, r, np.array([after, 0.0]))
-        assert before - shadowed == pytest.approx(gain)
 
 
 def test_fastermoe_never_expects_to_lose():
@@ -185,13 +176,6 @@ def test_prophet_walks_past_a_step_that_does_not_pay():
     assert fastermoe.search(load_we, layout, dear, patience=1) == []
 
 
-def test_flexmoe_equations_6_7_and_9():
-    assert max_over_mean(np.array([6.0, 2, 1])) == pytest.approx(2)
-    assert max_over_mean(np.zeros(3)) == 1
-    assert flexmoe.expert_sec(7, COST) == pytest.approx(7)
-    assert flexmoe.sync_sec(3, COST) == pytest.approx(3 * 2)
-
-
 @pytest.mark.parametrize("store", ["transient", "resident"])
 def test_flexmoe_charges_what_the_cost_model_charges(store):
     late = {**COST.as_dict(), "latency_sec": 0.25, "micro_batches": 3}
@@ -213,25 +197,11 @@ PUBLISHED_LP = [
 ]
 
 
-def test_eplb_published_vector():
-    """The plan is EPLB's published one for 16 replicas, 4 groups, 2 nodes and 8
-    devices.
-
-    No two replicas of an expert share a device there, so that our rule against this
-    changes nothing.
-    """
-    rows = [
-        eplb.rebalance(
-            np.array(load_e, float), 8, 2, num_groups=4, num_nodes=2
-        ).tolist()
-        for load_e in PUBLISHED_LOAD_LE
-    ]
-    assert rows == PUBLISHED_LP
-
-
 def test_eplb_with_the_settings_of_a_run_is_the_published_plan():
-    """With four groups of experts and two nodes the policy makes the published plan, in
-    which each group is on one node."""
+    """With four groups of experts and two nodes the policy makes EPLB's published plan
+    for 16 replicas and 8 devices. No two replicas of an expert share a device there, so
+    that our rule against this changes nothing. Where the nodes do not divide the
+    groups, the plan is that without groups."""
     settings = Settings(
         policy="eplb", num_expert_groups=4, num_nodes=2, max_slots_per_device=2
     )
@@ -240,9 +210,10 @@ def test_eplb_with_the_settings_of_a_run_is_the_published_plan():
     load_lwe = np.array(PUBLISHED_LOAD_LE, float)[:, None] / 8
     plan = find_policy(settings).plan(load_lwe, layout, COST, None)
     assert plan.slot_to_expert_lp.tolist() == PUBLISHED_LP
-    for row_p in plan.slot_to_expert_lp:
-        nodes_of_groups = [set(np.flatnonzero(row_p // 3 == g) // 8) for g in range(4)]
-        assert [len(nodes) for nodes in nodes_of_groups] == [1] * 4
+    load_e = load_lwe[0, 0]
+    expected = eplb.rebalance(load_e, 8, 2).tolist()
+    assert eplb.rebalance(load_e, 8, 2, num_groups=3, num_nodes=2).tolist() == expected
+    assert expected != PUBLISHED_LP[0]
 
 
 def test_hierarchical_eplb_against_brute_force():
@@ -260,35 +231,6 @@ def test_hierarchical_eplb_against_brute_force():
         fuller = max(load_g[list(groups)].sum() for groups in held)
         best = min(max(load_g[h].sum(), load_g.sum() - load_g[h].sum()) for h in halves)
         assert fuller <= 7 / 6 * best
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "words"),
-    [
-        (
-            "flexmoe",
-            {"num_nodes": 2},
-            ["num_nodes=2", "eplb and laer", "not of 'flexmoe'", "use 1"],
-        ),
-        (
-            "prophet",
-            {"num_nodes": 2},
-            ["num_nodes=2", "eplb", "not of 'prophet'", "use 1"],
-        ),
-    ],
-)
-def test_options_of_another_policy_are_refused(policy, options, words):
-    with pytest.raises(ValueError) as error:
-        Settings(policy=policy, max_slots_per_device=4, **options)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_eplb_is_global_if_nodes_do_not_divide_groups():
-    load_e = np.array(PUBLISHED_LOAD_LE[0], float)
-    expected = eplb.rebalance(load_e, 8, 2).tolist()
-    assert eplb.rebalance(load_e, 8, 2, num_groups=3, num_nodes=2).tolist() == expected
-    assert expected != PUBLISHED_LP[0]
 
 
 def test_eplb_replicates_the_expert_with_most_rows_per_replica():
@@ -351,7 +293,7 @@ def test_laer_against_brute_force(num_nodes):
     """The score is at most 1.15 times that of the best of all fillings."""
     layout = three(store="sharded", offers_per_device=0, copies_per_device=0)
     rng = np.random.default_rng(11)
-    for _ in range(4):
+    for _ in range(2):
         load_we = rng.poisson(rng.permutation([9000, 3000, 500]), (3, 3)).astype(float)
         best = min(
             laer.score(load_we, p.slot_to_expert_lp[0], NOTES) for p in fillings()
@@ -375,11 +317,17 @@ def test_smartmoe_packs_from_the_hottest_down():
     assert smartmoe.place(even_e, owned_e, 3) is owned_e
 
 
-def fillings():
-    """Yield all valid plans of two slots on three devices, from 4^6 combinations."""
-    for row in itertools.product(range(-1, 3), repeat=6):
-        if set(row) >= {0, 1, 2}:
-            yield ExpertPlan(np.array([row], np.int32), 3)
+@functools.cache
+def fillings() -> list[ExpertPlan]:
+    """Return valid plans of two slots on three devices, one for each set of experts on
+    each device."""
+    device_sets = list(itertools.combinations_with_replacement(range(-1, 3), 2))
+    rows = [sum(sets, ()) for sets in itertools.product(device_sets, repeat=3)]
+    return [
+        ExpertPlan(np.array([row], np.int32), 3)
+        for row in rows
+        if set(row) >= {0, 1, 2}
+    ]
 
 
 def total_sec(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
@@ -387,7 +335,7 @@ def total_sec(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
     return NOTES.layer_sec(load_we, plan.slot_to_expert_lp[0], tight(layout, plan))
 
 
-@pytest.mark.parametrize("skew", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("skew", [0.5, 3.0])
 @pytest.mark.parametrize("store", ["resident", "sharded"])
 def test_flexmoe_against_brute_force(store, skew):
     """On three devices with two slots each, the time is at most 1.3 times that of the
@@ -406,22 +354,3 @@ def test_flexmoe_against_brute_force(store, skew):
     best_sec, plan_sec = (total_sec(load_we, p, layout) for p in (best, plan))
     assert plan_sec <= 1.3 * best_sec
     assert plan_sec < 0.9 * total_sec(load_we, home, layout) or skew == 0.5
-
-
-def test_prophet_against_brute_force():
-    """The time is at most 1.05 times that of the best set of shadows, each set at its
-    own budgets."""
-    layout = three(slots=3, store="transient", split="local_first", prefetch=True)
-    home = ExpertPlan.home_in(layout, 1)
-    rng = np.random.default_rng(8)
-    for _ in range(10):
-        load_we = rng.poisson(rng.permutation([9000, 3000, 500]), (3, 3)).astype(float)
-
-        def shadowed_sec(shadows, load_we=load_we):
-            row_p = fastermoe.shadow_row(list(shadows), layout)
-            return total_sec(load_we, ExpertPlan(row_p[None], 3), layout)
-
-        sets = [s for n in range(3) for s in itertools.combinations(range(3), n)]
-        plan = prophet.plan(load_we[None], layout, NOTES, home).validate(layout)
-        best_sec = min(map(shadowed_sec, sets))
-        assert total_sec(load_we, plan, layout) <= 1.05 * best_sec

@@ -2,11 +2,9 @@
 
 Devices are vertices, an expert with two replicas is an edge (with more, a hyperedge).
 In a Cayley graph all devices look alike: expert j of device v has replicas on v and on
-v + shift for each shift of shifts[j], where + is the addition of a cyclic group or of a
-product of cyclic groups.
+v + shift for each shift of shifts[j], where + is the addition of a cyclic group.
 
     ring            8 devices,  8 experts    shifts {1} in Z8
-    torus           16 devices, 32 experts   shifts {(0, 1)}, {(1, 0)} in Z4 x Z4
     K4,4            8 devices, 16 experts    shifts {1}, {3} in Z8
     K8 + matching   8 devices, 32 experts    shifts {1}, {2}, {3}, {4} in Z8
 
@@ -17,80 +15,25 @@ arXiv 2511.16947, section 6.
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-Shift = tuple[int, ...]
-"""Element of a product of cyclic groups: the distance from an owner to a replica."""
 
-
-def cayley(group: Sequence[int], shifts: Sequence[Sequence[Shift]]) -> np.ndarray:
+def cayley(num_devices: int, shifts: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the expert of each slot [p], for replicas placed as a Cayley graph of a
-    product of cyclic groups.
+    cyclic group.
 
-    `group` has the orders of the cyclic groups, the last of which varies fastest over
-    devices. `shifts[j]` lead from each owner of an expert j to its other replicas.
-    Raises ValueError for shifts that put an expert on a device twice.
+    `shifts[j]` lead from each owner of an expert j to its other replicas; they differ
+    from one another and from 0, modulo the number of devices.
     """
-    num_devices, own = math.prod(group), len(shifts)
-    device_wg = np.array(list(itertools.product(*map(range, group))))
+    own, device_w = len(shifts), np.arange(num_devices)
     columns = [np.arange(num_devices * own).reshape(num_devices, own)]
     for j, expert_shifts in enumerate(shifts):
-        residues = {
-            tuple(x % n for x, n in zip(shift, group)) for shift in expert_shifts
-        }
-        if len(residues) < len(expert_shifts) or (0,) * len(group) in residues:
-            raise ValueError(
-                f"shifts of expert {j} put it twice on a device: {list(expert_shifts)} "
-                f"must differ from each other and from 0, modulo {list(group)}"
-            )
         for shift in expert_shifts:
-            source_wg = ((device_wg - shift) % group).T
-            source_w = np.ravel_multi_index(tuple(source_wg), group)
+            source_w = (device_w - shift) % num_devices
             columns.append((source_w * own + j)[:, None])
     return np.concatenate(columns, axis=1).astype(np.int32).reshape(-1)
-
-
-def ring(num_devices: int) -> np.ndarray:
-    """Return the slots [p] of one expert per device, each on its owner and the next
-    device."""
-    return cayley((num_devices,), [[(1,)]])
-
-
-def torus(num_rows: int, num_columns: int) -> np.ndarray:
-    """Return the expert of each slot [p] on a torus of devices: each owns two experts,
-    and shares one with the device to its right and one with the device below."""
-    return cayley((num_rows, num_columns), [[(0, 1)], [(1, 0)]])
-
-
-def complete_bipartite(num_devices: int) -> np.ndarray:
-    """Return the slots [p] of one expert for each pair of an even and an odd device.
-
-    With 8 devices that is K4,4. Raises ValueError unless the number of devices is a
-    multiple of 4.
-    """
-    if num_devices % 4:
-        raise ValueError(
-            f"num_devices={num_devices} must be a multiple of 4, so that each device "
-            f"owns as many pairs: use {num_devices // 4 * 4 + 4}"
-        )
-    return cayley((num_devices,), [[(d,)] for d in range(1, num_devices // 2, 2)])
-
-
-def complete_with_matching(num_devices: int) -> np.ndarray:
-    """Return the slots [p] of one expert for each pair of devices, and one more for
-    each opposite pair.
-
-    Raises ValueError unless the number of devices is even.
-    """
-    if num_devices % 2:
-        raise ValueError(
-            f"num_devices={num_devices} must be even, for a matching of all devices: "
-            f"use {num_devices + 1}"
-        )
-    return cayley((num_devices,), [[(d,)] for d in range(1, num_devices // 2 + 1)])
 
 
 def symmetric(
@@ -125,11 +68,8 @@ def symmetric(
             f"the group has devices ({num_devices}): use at most "
             f"{own + offered * (num_devices - 1)}"
         )
-    shifts = [
-        [(x,) for x in expert_shifts]
-        for expert_shifts in _shifts(num_devices, offered, spare)
-    ]
-    return cayley((num_devices,), shifts + [[]] * (own - offered))
+    shifts = _shifts(num_devices, offered, spare)
+    return cayley(num_devices, shifts + [[]] * (own - offered))
 
 
 @functools.cache
