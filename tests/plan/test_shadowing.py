@@ -17,29 +17,32 @@ def make_layout(w: int, copies: int, own: int = 1, offers: int = 1, **prices) ->
     )  # fmt: skip
 
 
-def test_a_shadow_pays_by_equations_7_and_8():
+@pytest.mark.parametrize(
+    ("price", "toll", "expected"),
+    [(19, 0, [0]), (20, 0, []), (44, 128, [0]), (45, 128, [])],
+)
+def test_a_shadow_pays_by_equations_7_and_8(price, toll, expected):
     """Loads 50, 20, 20 from three devices (Pro-Prophet, Fig. 6, times 10): the fullest
     has 50 rows at home and 30 with a shadow, which pays below a price of 20 rows, or
     with a toll of a half (25 rows) below 45."""
     load_we = np.array([[30, 0, 0], [10, 10, 10], [10, 10, 10]])
-    owned_e = np.arange(3)
-    for price, toll, expected in (
-        (19, 0, [0]), (20, 0, []), (44, 128, [0]), (45, 128, [])
-    ):  # fmt: skip
-        layout = make_layout(3, 2, shadow_price=price, exchange_toll=toll)
-        assert shadowing.choose(load_we, owned_e, layout) == expected
+    layout = make_layout(3, 2, shadow_price=price, exchange_toll=toll)
+    assert shadowing.choose(load_we, np.arange(3), layout) == expected
+
+
+def test_a_toll_is_exact_for_many_rows():
     assert shadowing.toll(50, make_layout(3, 2, exchange_toll=128)) == 25
     assert shadowing.toll(2**20, make_layout(3, 2, exchange_toll=300)) == 300 * 2**12
 
 
-def test_budgets_bound_what_is_copied():
+@pytest.mark.parametrize(
+    ("copies", "offers", "expected"), [(2, 2, [0, 1]), (1, 2, [0]), (2, 1, [0])]
+)
+def test_budgets_bound_what_is_copied(copies, offers, expected):
+    """Expert 2 does not relieve device 0."""
     load_we = np.tile([60, 50, 4, 3], (2, 1))
-    both = make_layout(2, 2, own=2, offers=2)
-    assert shadowing.choose(load_we, np.arange(4), both) == [0, 1]
-    one_copy = make_layout(2, 1, own=2, offers=2)
-    assert shadowing.choose(load_we, np.arange(4), one_copy) == [0]
-    one_offer = make_layout(2, 2, own=2, offers=1)  # expert 2 does not relieve device 0
-    assert shadowing.choose(load_we, np.arange(4), one_offer) == [0]
+    layout = make_layout(2, copies, own=2, offers=offers)
+    assert shadowing.choose(load_we, np.arange(4), layout) == expected
 
 
 @pytest.mark.parametrize("price", [0, 30, 200])
