@@ -1,7 +1,6 @@
 """The choice of a schedule against Parm's equations, counted collectives, and laws."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -82,23 +81,6 @@ DATA = dataclasses.replace(DATA, mesh={**DATA.mesh, "data": 2})
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("tensor", "shards"), [(2, 2), (2, 4), (2, 1), (1, 2)])
-def test_a_prediction_is_the_sum_of_its_named_terms(name, tensor, shards):
-    for remat, overlap in (("none", 0.0), ("dispatch", 0.5), ("full", 1.0)):
-        shape = dataclasses.replace(
-            TRAINED, tensor=tensor, expert_shards=shards, remat=remat, overlap=overlap
-        )
-        prediction = predict(shape, DATA, name)
-        terms = by_name(prediction).values()
-        assert prediction.sec == sum(t.sec for t in terms)
-        assert prediction.total_bytes("") == sum(t.bytes for t in terms)
-        lines = prediction.table().splitlines()
-        assert [text.split("  ")[0] for text in lines[:-1]] == [
-            f"{t.name} x{t.count}" for t in terms
-        ]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
 def test_backward_moves_what_forward_moved(name):
     """Each collective runs once more in the backward pass, and under remat='full' once
     again, except that of the last tokens. Both kinds of remat gather sharded weights
@@ -164,7 +146,7 @@ def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
     more rows than tokens are gathered (k f > 1)."""
     rng = np.random.default_rng(0)
     seen = set()
-    for _ in range(200):
+    for _ in range(100):
         shape = dataclasses.replace(
             SHAPE, tokens=int(2 ** rng.integers(4, 12)), overlap=overlap,
             top_k=int(rng.integers(1, 4)), buffer_factor=rng.uniform(0.6, 2.4),
@@ -188,7 +170,7 @@ def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
 def test_the_choice_is_the_first_of_the_fastest():
     rng = np.random.default_rng(1)
     chosen = set()
-    for _ in range(300):
+    for _ in range(100):
         tensor = int(rng.choice([1, 2, 4]))
         shape = dataclasses.replace(
             TRAINED, tokens=int(2 ** rng.integers(4, 12)), d_model=2048, tensor=tensor,
@@ -213,19 +195,3 @@ def test_the_choice_is_the_first_of_the_fastest():
     alone = dataclasses.replace(SHAPE, tensor=1, expert_shards=1)
     choice = choose(alone, TWO_LEVELS, ALL_BUT_LOCAL)
     assert choice.value == "s1h", "the first of equals"
-
-
-def test_a_slower_link_never_leads_to_more_bytes_over_it():
-    """Without latency, the bytes that the choice sends along the expert axis fall as
-    the axis slows down, and at the end the choice is s1h or local."""
-    for tokens, k in itertools.product((64, 1024, 16384), (1, 2, 4)):
-        shape = dataclasses.replace(
-            TRAINED, tokens=tokens, top_k=k, d_model=512, d_expert=1024
-        )
-        sent = []
-        for rate in np.geomspace(1e10, 1e5, 30):
-            choice = choose(shape, calibration(expert=line(rate), tensor=line(1e10)))
-            terms = choice.alternatives[choice.value].terms
-            sent.append(sum(t.bytes for t in terms if "expert" in t.name))
-        assert sent == sorted(sent, reverse=True)
-        assert choice.value in ("s1h", "local")
