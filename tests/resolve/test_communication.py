@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import random
 
-import pytest
-
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.perf import choose_domain
 from moejax.plan.layout import Topology
@@ -59,10 +57,9 @@ def layout_or_refusal(parts: dict, **named):
         return str(refusal)
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_auto_takes_what_would_run_and_refuses_what_no_value_can_run(block):
+def test_auto_takes_what_would_run_and_refuses_what_no_value_can_run():
     num_runs = 0
-    for seed in range(60 * block, 60 * block + 60):
+    for seed in range(100):
         parts = random_run(seed)
         chosen = layout_or_refusal(parts)
         mesh, shards = parts["mesh"], parts["dispatch"].expert_shards
@@ -85,7 +82,7 @@ def test_auto_takes_what_would_run_and_refuses_what_no_value_can_run(block):
         shared = chosen.domain.shared if chosen.domain else (1, 1)
         shared = shared if len(shared) == 2 else (1, *shared)
         assert named[schedule, shared] == chosen, seed
-    assert num_runs >= 10
+    assert num_runs >= 20
 
 
 def test_where_no_schedule_can_run_the_line_has_the_rule_of_each():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moejax.config import Balance, Config, Moe, Train
+from moejax.config import Balance, Config, Moe, Router, Train
 from moejax.perf.target import load as load_target
 from moejax.plan.layout import Topology
 from moejax.resolve.meshes import NODE_DEVICES, propose_meshes
@@ -18,7 +18,7 @@ ALL = sorted((ROOT / "configs").glob("*.gin"))
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("num_devices", [2, 32])
 def test_the_lines_of_a_proposal_bind_it(path, num_devices):
     base = load([path])
     proposals = propose_meshes(base, num_devices * base.mesh.dc)
@@ -30,7 +30,7 @@ def test_the_lines_of_a_proposal_bind_it(path, num_devices):
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("nodes", [1, 4])
 def test_whole_nodes_have_an_expert_axis_each(path, nodes):
     base = load([path])
     best = propose_meshes(base, nodes * NODE_DEVICES)[0].cfg
@@ -56,36 +56,8 @@ def test_the_batch_grows_where_no_mesh_divides_it():
     )
 
 
-@pytest.mark.parametrize(
-    ("cfg", "num_devices", "match"),
-    [
-        (Config(), 0, "--num_devices=0 must be at least 1"),
-        (
-            Config(mesh=Topology(dc=2), train=Train(batch_size=32)),
-            3,
-            "--num_devices=3 must be a multiple of Mesh.dc=2",
-        ),
-    ],
-)
-def test_what_is_refused(cfg, num_devices, match):
-    with pytest.raises(ValueError, match=match):
-        propose_meshes(cfg, num_devices)
-
-
-def test_the_table_has_flags_and_bytes(capsys):
-    cfg = load([ROOT / "configs" / "tiny_cpu.gin"])
-    record = show_meshes(cfg, 4)
-    first = record["meshes"][0]
-    assert first["mesh"] == dataclasses.asdict(Topology(expert=4))
-    assert first["memory"]["masters"] > 0
-    out = capsys.readouterr().out
-    assert "meshes of 4 devices, best first" in out
-    flags = ("Mesh.data = 1", "Train.num_simulated_devices = 4")
-    assert "    " + " ".join(f"--gin_param='{flag}'" for flag in flags) + "\n" in out
-
-
-@pytest.mark.parametrize("name", ["h100", "b200", None])
-def test_a_mesh_needs_the_memory_of_its_dry_run(name):
+@pytest.mark.parametrize("name", ["h100", None])
+def test_a_mesh_needs_the_memory_of_its_dry_run(name, capsys):
     cfg = load([ROOT / "configs" / "olmoe_1b_7b.gin"])
     target = name and load_target(name)
     first = show_meshes(cfg, 8, target)["meshes"][0]
@@ -93,20 +65,23 @@ def test_a_mesh_needs_the_memory_of_its_dry_run(name):
     assert first["memory"] == dry_run(cfg, target)["memory"]
 
 
-def test_a_dry_run_refuses_attention_that_simulated_devices_cannot_compute():
-    cfg = load([ROOT / "configs" / "tiny_cpu.gin"], ["Model.attention = 'cudnn'"])
-    with pytest.raises(NotImplementedError, match="not cpu: use 'auto'"):
-        dry_run(cfg)
+TINY = load([ROOT / "configs" / "tiny_cpu.gin"])
+DENSE = dataclasses.replace(
+    TINY, router=Router(training="dense"), balance=Balance(policy="flexmoe")
+)
 
 
-def test_no_mesh_is_valid_where_parameters_do_not_divide():
-    cfg = load([ROOT / "configs" / "tiny_cpu.gin"])
-    with pytest.raises(ValueError, match=r"no mesh of 13 devices is valid; .*d_expert"):
-        show_meshes(cfg, 13)
-
-
-def test_no_mesh_can_run_what_a_run_refuses():
-    cfg = load([ROOT / "configs" / "tiny_cpu.gin"], ["Router.training = 'dense'"])
-    cfg = dataclasses.replace(cfg, balance=Balance(policy="flexmoe"))
-    with pytest.raises(ValueError, match="no mesh of 4 devices can run; the first"):
-        show_meshes(cfg, 4)
+@pytest.mark.parametrize(
+    ("cfg", "num_devices", "match"),
+    [
+        (TINY, 0, "--num_devices=0 must be at least 1"),
+        (Config(mesh=Topology(dc=2), train=Train(batch_size=32)), 3,
+         "--num_devices=3 must be a multiple of Mesh.dc=2"),
+        # Parameters do not divide, or a run refuses the configuration.
+        (TINY, 13, r"no mesh of 13 devices is valid; .*d_expert"),
+        (DENSE, 4, "no mesh of 4 devices can run; the first"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(cfg, num_devices, match):
+    with pytest.raises(ValueError, match=match):
+        show_meshes(cfg, num_devices)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.random_configs import prepare, random_config, trace
 
-SEEDS = range(300)
+SEEDS = range(120)
 TRACED_EVERY = 4
 """Of the accepted configurations, the share of one in so many is traced."""
 FIELD = re.compile(r"\b[A-Z][a-z]+\.[a-z_]+|\b[a-z_]+=")
