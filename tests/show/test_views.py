@@ -1,69 +1,109 @@
-"""Views show the values of their arrays; they are small, escaped and readable."""
+"""Views have the figures of what they show, and are escaped and small HTML."""
 
-import subprocess
-import sys
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from IPython.lib.pretty import pretty
 
 from moejax import show
 from moejax.axes import make_mesh
+from moejax.balance.decision import Decision
+from moejax.moe.types import RoutingStats
+from moejax.perf import choose_domain, choose_schedule
+from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Topology
+from moejax.plan.layout import Layout, Topology
+from tests.support import calibrations
 from tests.support.close import assert_close
 from tests.support.shown_page import Page
 
+TAGS = {"div", "b", "table", "tbody", "tr", "td", "th"}
 MAX_PAGE_BYTES = 250_000
 # 4 experts in 6 slots; except in the last layer, expert 0 has two and slot 5 is empty.
 TABLE_LP = [[0, 1, 0, 2, 3, -1], [0, 1, 0, 2, 3, -1], [3, 2, 1, 0, -1, -1]]
+PLAN = ExpertPlan(np.array(TABLE_LP, np.int32), 4)
 TOKENS_LE = np.array([[10, 1, 2, 3], [4, 4, 4, 4], [0, 0, 0, 0]])
+LAYOUT = Layout(4, 2, 3, 16, store="sharded")
+LOAD_LWE = np.random.default_rng(0).poisson(30, (3, 2, 4))
+COST = dataclasses.replace(NOTES, latency_sec=1e-5, compile_sec=8.0)
+PARTS = COST.step_parts(LOAD_LWE, PLAN, LAYOUT)
+RELAYOUT = Decision(
+    kind="relayout", step=30, adopt_step=34, plan=PLAN, layout=LAYOUT, policy="eplb",
+    device_max_over_mean_before=1.8, device_max_over_mean_after=1.1, num_moves=5,
+    modelled_gain_sec=2e-3, modelled_cost_sec=0.5, why="saves more than it costs",
+    digest_before="7c1f", layout_before=dataclasses.replace(LAYOUT, slots_per_device=2),
+)  # fmt: skip
+SPEEDS = calibrations.ideal(dc=1e9, expert=1e10, tensor=1e10)
+SPEEDS = dataclasses.replace(SPEEDS, mesh={"data": 1}, flops_per_sec=1e12)
+SHAPE = choose_schedule.MicroBatchShape(
+    tokens=96, d_model=64, d_expert=128, num_experts=8, top_k=2, buffer_factor=1.5,
+    itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4},
+)  # fmt: skip
+SCHEDULE = choose_schedule.choose(SHAPE, SPEEDS)
+TRAFFIC = calibrations.stream(1e6, 1e5, sizes={"dc": 2, "expert": 4})
+DOMAIN = choose_domain.choose(TRAFFIC, SPEEDS)
+STATS = RoutingStats(
+    tokens_lwe=np.stack([LOAD_LWE[0], 0 * LOAD_LWE[0]]),
+    rows_lw=np.array([[300, 200], [0, 0]]),
+    rounds_l=np.array([2, 1]),
+    dropped_l=np.array([0, 3]),
+    fullest_pair_l=np.array([90, 0]),
+    fullest_device_l=np.array([300, 0]),
+    bound_l=np.array([260, 0]),
+)
+OBJECTS = {
+    "plan": PLAN, "mesh": Topology(expert=8), "layout": LAYOUT, "decision": RELAYOUT,
+    "cost_model": COST, "step_parts": PARTS, "prediction": SCHEDULE.alternatives["s1"],
+    "choice": DOMAIN, "stats": STATS,
+}  # fmt: skip
 
 
-def make_plan(table_lp=TABLE_LP, num_experts=4) -> ExpertPlan:
-    return ExpertPlan(np.array(table_lp, np.int32), num_experts)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_shows_itself(name):
+    """A notebook and a terminal of IPython show the view that moejax.show draws."""
+    value, view = OBJECTS[name], getattr(show, name)(OBJECTS[name])
+    assert value._repr_html_() == view._repr_html_()
+    assert pretty(value) == str(view)
+    assert Page(view).tags <= TAGS
 
 
-def large_views() -> dict:
-    rng = np.random.default_rng(0)
-    extra = rng.integers(-1, 256, (64, 256))
-    every = np.tile(np.arange(256), (64, 1))
-    plan = make_plan(rng.permuted(np.hstack([every, extra]), axis=1), 256)
-    tokens_le = rng.integers(0, 10**6, (64, 256))
-    return {
-        "plan": show.plan(plan, 64),
-        "loads": show.loads(tokens_le),
-        "device_loads": show.device_loads(tokens_le, plan, 512),
-        "mesh": show.mesh(Topology(8, 16, 64, 8)),
-    }
+def test_names_are_escaped():
+    device = SimpleNamespace(id=0)
+    hostile = SimpleNamespace(axis_names=("<script>&'\"",), devices=np.array([device]))
+    page = Page(show.mesh(hostile))
+    assert page.tags <= TAGS
+    assert page.rows[0][1].text == "<script>&'\" 0"
+
+
+def table_of(view) -> dict[str, list[str]]:
+    """Return the texts of a view's rows behind their first cells."""
+    return {name: list(texts) for name, *texts in view.rows}
 
 
 def test_a_mesh_shows_each_device_at_its_coordinates():
     topology = Topology(data=2, expert=4)
-    view = show.mesh(make_mesh(topology))
-    assert view == show.mesh(topology)
-    first, *rows = view.rows
-    assert first == ("", *(f"expert {i}" for i in range(4)))
-    for data, (name, *devices) in enumerate(rows):
-        assert name == f"data {data}"
-        assert [int(text) for text in devices] == [4 * data + i for i in range(4)]
-    rows = show.mesh(Topology(2, 2, 2, 1)).rows
-    assert [row[0] for row in rows[1:]] == [
-        f"dc {dc}, data {data}" for dc in range(2) for data in range(2)
+    assert show.mesh(make_mesh(topology)) == show.mesh(topology)
+    for sizes, names in (
+        ((1, 2, 4, 1), ["data 0", "data 1"]),
+        (
+            (2, 2, 2, 1),
+            ["dc 0, data 0", "dc 0, data 1", "dc 1, data 0", "dc 1, data 1"],
+        ),
+    ):
+        _, *rows = show.mesh(Topology(*sizes)).rows
+        assert [row[0] for row in rows] == names
+        assert [int(x) for row in rows for x in row[1:]] == list(range(8))
+
+
+def test_a_plan_marks_replicas_and_empty_slots_and_layers_that_are_alike_share_a_row():
+    slots, *layers = show.plan(PLAN, 2).rows
+    assert slots == ("device:slot", *(f"{p // 3}:{p}" for p in range(6)))
+    assert layers == [
+        ("layer 0-1", "0*", "1", "0*", "2", "3", "-"),
+        ("layer 2", "3", "2", "1", "0", "-", "-"),
     ]
-    assert [int(x) for row in rows[1:] for x in row[1:]] == list(range(8))
-
-
-def test_a_plan_marks_replicas_and_empty_slots():
-    plan = make_plan([[0, 1, 0, 2, 3, 1, -1, 0]])
-    slots, row = show.plan(plan, 2).rows
-    assert slots == ("device:slot", *(f"{p // 4}:{p}" for p in range(8)))
-    assert row == ("layer 0", "0*", "1*", "0*", "2", "3", "1*", "-", "0*")
-
-
-def test_layers_that_are_alike_share_a_row():
-    rows = show.plan(make_plan()).rows
-    assert [row[0] for row in rows] == ["slot", "layer 0-1", "layer 2"]
 
 
 def test_loads_are_over_the_mean_of_their_layer():
@@ -78,89 +118,115 @@ def test_loads_are_over_the_mean_of_their_layer():
 
 def test_rows_per_device_are_those_of_its_slots():
     """At home, a device has the rows of its neighbouring experts. Replicas share rows
-    evenly. Neither loses rows."""
+    evenly."""
     home = ExpertPlan.home(3, 4)
-    assert_close(
-        show.rows_per_device(TOKENS_LE, home, 2),
-        TOKENS_LE.reshape(3, 2, 2).sum(axis=2).astype(float),
-    )
-    rows_lw = show.rows_per_device(TOKENS_LE, make_plan(), 2)
+    home_lw = TOKENS_LE.reshape(3, 2, 2).sum(axis=2).astype(float)
+    assert_close(show.rows_per_device(TOKENS_LE, home, 2), home_lw)
+    rows_lw = show.rows_per_device(TOKENS_LE, PLAN, 2)
     assert_close(rows_lw, np.array([[11.0, 5.0], [8.0, 8.0], [0.0, 0.0]]))
-    assert_close(rows_lw.sum(axis=1), TOKENS_LE.sum(axis=1).astype(float))
-    rows = show.device_loads(TOKENS_LE, make_plan(), 2).rows
+    rows = show.device_loads(TOKENS_LE, PLAN, 2).rows
     assert rows[1] == ("layer 0", "1.38", "11", "5")
 
 
-def test_pages_stay_small_whatever_they_show():
-    for name, view in large_views().items():
-        assert len(view._repr_html_()) < MAX_PAGE_BYTES, name
-        assert max(map(len, repr(view).splitlines())) < 300, name
-        assert view.notes, f"{name} says what it left out or grouped"
-
-
-def test_grouped_loads_keep_the_fullest():
+def test_large_pages_stay_small_and_keep_the_fullest():
     tokens_le = np.ones((64, 256), int)
     tokens_le[37, 101] = 1000
     heads, *rows = show.loads(tokens_le).rows
     hot = [h for row in rows for h, x in zip(heads[2:], row[2:]) if float(x) > 1]
     assert hot == ["100-103"]
+    rng = np.random.default_rng(0)
+    extra = rng.integers(-1, 256, (64, 256))
+    table_lp = np.hstack([np.tile(np.arange(256), (64, 1)), extra])
+    plan = ExpertPlan(rng.permuted(table_lp, axis=1).astype(np.int32), 256)
+    many = dataclasses.replace(
+        STATS, **{f.name: np.repeat(getattr(STATS, f.name), 40, axis=0)
+                  for f in dataclasses.fields(STATS)},
+    )  # fmt: skip
+    for view in (
+        show.plan(plan, 64), show.loads(tokens_le), show.stats(many),
+        show.device_loads(tokens_le, plan, 512), show.mesh(Topology(8, 16, 64, 8)),
+    ):  # fmt: skip
+        assert len(view._repr_html_()) < MAX_PAGE_BYTES
+        assert view.notes, "what was left out or grouped"
 
 
-def test_html_is_plain_escaped_and_without_scripts():
-    device = SimpleNamespace(id=0)
-    hostile = SimpleNamespace(axis_names=("<script>&'\"",), devices=np.array([device]))
-    view = show.mesh(hostile)
-    views = [view, show.plan(make_plan(), 3), show.loads(TOKENS_LE)]
-    for page in map(Page, views):
-        assert page.tags <= {"div", "b", "table", "tbody", "tr", "td", "th"}
-    assert Page(view).rows[0][1].text == "<script>&'\" 0"
+def test_a_layout_shows_what_was_set_and_what_follows():
+    table = table_of(show.layout(LAYOUT))
+    assert table["slots_per_device"] == ["3"]
+    assert table["slots of all devices"] == ["6"]
+    (note,) = show.layout(LAYOUT).notes
+    names = {field.name for field in dataclasses.fields(Layout)}
+    usual = {words.split()[0] for words in note.partition(": ")[2].split(", ")}
+    assert names == usual | (set(table) & names)
 
 
-def test_headings_say_what_they_head():
-    """A screen reader finds the columns and the row of every cell."""
-    slots, *layers = Page(show.plan(make_plan(), 2)).rows
-    assert {c.scope for c in slots} == {"col"}
-    assert [row[0].scope for row in layers] == ["row"] * 2
-    for row in (slots, *layers):
-        assert all(cell.text for cell in row if hasattr(cell, "scope"))
+def test_a_decision_shows_what_changes_and_when_that_has_paid():
+    table = table_of(show.decision(RELAYOUT))
+    assert table["plan"] == ["7c1f", PLAN.digest]
+    assert table["forecast device max/mean"] == ["1.80", "1.10"]
+    assert table["slots_per_device"] == ["2", "3"]
+    for gain_sec, text in ((2e-3, "250"), (5.0, "1"), (0.0, "none"), (-1.0, "none")):
+        decision = dataclasses.replace(RELAYOUT, modelled_gain_sec=gain_sec)
+        (steps,) = table_of(show.decision(decision))["steps that pay for it"]
+        assert steps.startswith(text)
+    keep = dataclasses.replace(RELAYOUT, kind="keep")
+    assert "steps that pay for it" not in table_of(show.decision(keep))
 
 
-def test_a_terminal_gets_lines():
-    assert repr(show.plan(make_plan(), 2)).splitlines()[1:] == [
-        "device:slot 0:0 0:1 0:2 1:3 1:4 1:5",
-        "  layer 0-1  0*   1  0*   2   3   -",
-        "    layer 2   3   2   1   0   -   -",
-        "* marks experts with several replicas",
-    ]
-    assert repr(show.mesh(Topology(data=2, expert=2))).splitlines() == [
-        "mesh dc=1, data=2, expert=2, tensor=1: 4 devices",
-        "       expert 0 expert 1",
-        "data 0        0        1",
-        "data 1        2        3",
-    ]
+def test_shares_of_a_step_add_up_and_prices_are_sizes_over_speeds():
+    """A row of 3072 bytes at 12.5 GB/s takes 246 ns; what is free has no row."""
+    _, *shares = table_of(show.step_parts(PARTS)).values()
+    assert abs(sum(float(cells[1].rstrip("%")) for cells in shares) - 100) <= 2.5
+    nothing = dataclasses.replace(PARTS, experts=0, wait=0, wires=0, copies=0, blocks=0)
+    assert "0 ns" in str(show.step_parts(nothing))
+    table = table_of(show.cost_model(COST))
+    assert table["send a row to another device"] == ["3.07 kB", "246 ns"]
+    assert "rest of a block, forward" not in table
+
+
+@pytest.mark.parametrize("choice", [SCHEDULE, DOMAIN], ids=["schedule", "domain"])
+def test_candidates_stand_fastest_first(choice):
+    _, *rows = show.choice(choice).rows
+    over = [float(row[2]) for row in rows]
+    assert over == sorted(over)
+    assert over[0] == 1
+    name = choice.value
+    assert rows[0][0] == (name if isinstance(name, str) else " x ".join(map(str, name)))
+    assert len(rows) == len(choice.alternatives)
+    prediction = choice.alternatives[name]
+    _, *rows = show.prediction(prediction).rows
+    assert [row[0] for row in rows] == [term.name for term in prediction.terms]
+
+
+def test_pairs_count_what_leaves_a_device():
+    view = show.pairs(np.array([[9, 2, 0], [1, 5, 4], [0, 3, 7]]))
+    table = table_of(view)
+    assert table["device 1"] == ["1", "5", "4", "5"]
+    assert table["received"] == ["1", "5", "4", "10"]
+    assert "fullest pair 4" in str(view)
+
+
+def test_statistics_are_over_the_mean_of_their_layer():
+    _, first, second = show.stats(STATS).rows
+    assert first[2:4] == ("1.20", "1.04")
+    assert first[4:] == ("2", "90", "0", "0")
+    assert second[4:] == ("1", "0", "3", "4"), "no token at all"
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: show.plan(make_plan(), 4), "6 slots do not divide"),
-        (lambda: show.plan(make_plan(), 0), "num_devices=0"),
+        (lambda: show.pairs(np.zeros((2, 3))), r"are \[2, 3\]"),
+        (lambda: show.pairs([]), r"are \[0\]"),
+        (lambda: show.pairs(np.zeros((2, 2)), "miles"), "one of rows, bytes"),
+        (lambda: show.plan(PLAN, 4), "6 slots do not divide"),
+        (lambda: show.plan(PLAN, 0), "num_devices=0"),
         (lambda: show.loads([[1, -1]]), "none negative"),
         (lambda: show.loads(np.zeros((2, 0))), r"\[2, 0\]"),
-        (lambda: show.device_loads(TOKENS_LE[:2], make_plan(), 2), "same model"),
+        (lambda: show.device_loads(TOKENS_LE[:2], PLAN, 2), "same model"),
     ],
 )
-def test_complaints_are_one_line(call, words):
+def test_what_cannot_be_shown_is_refused_in_one_line(call, words):
     with pytest.raises(ValueError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
-
-
-def test_views_need_no_jax():
-    code = (
-        "import sys; from moejax import show; "
-        "from moejax.plan.expert_plan import ExpertPlan; "
-        "ExpertPlan.home(1, 4)._repr_html_(); show.loads([[1, 2]])._repr_html_(); "
-        "sys.exit('jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
