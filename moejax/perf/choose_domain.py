@@ -124,15 +124,6 @@ def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
     return sorted(itertools.product(*divisors), key=lambda d: (math.prod(d), d))
 
 
-def share_leaving(domain_size: int, num_devices: int) -> float:
-    """Return the number of rows that leave a device, as a fraction of those that would
-    leave it without domains.
-
-    In one level of more than one device that is (G - S) / (G - 1), the paper's p.
-    """
-    return (num_devices - domain_size) / (num_devices - 1)
-
-
 def predict(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
 ) -> Prediction:

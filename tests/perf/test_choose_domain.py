@@ -12,36 +12,9 @@ from moejax.perf.choose_domain import (
     candidates,
     choose,
     predict,
-    share_leaving,
 )
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
-
-# Table VII: number of device pairs that exchange rows, and that gather, for S = 1, 2,
-# ..
-FREQUENCIES = {
-    8: ([56, 24, 8, 0], [0, 8, 24, 56]),
-    16: ([240, 112, 48, 16, 0], [0, 16, 48, 112, 240]),
-    32: ([992, 480, 224, 96, 32, 0], [0, 32, 96, 224, 480, 992]),
-}
-
-
-@pytest.mark.parametrize("devices", FREQUENCIES)
-def test_partners_are_those_of_table_vii(devices):
-    """A device sends each partner D S / G bytes of rows, or its P_E bytes of
-    experts."""
-    here = stream(1e6, 3e5, sizes={"dc": devices})
-    for power, pairs in enumerate(zip(*FREQUENCIES[devices], strict=True)):
-        size = 2**power
-        prediction = predict(here, (size,), ideal(dc=1e9))
-        rows = prediction.total_bytes("all_to_all") / 2 / (1e6 * size / devices)
-        experts = prediction.total_bytes("all_gather") / 3e5
-        result = devices * rows, devices * experts
-        assert result == pytest.approx(pairs)
-        assert share_leaving(size, devices) == pytest.approx(
-            1 - pairs[1] / devices / (devices - 1)
-        )
-
 
 # Table IV: Lat_PE in sec, D and P_E in bytes, domains at 128 Gb/s and at 128 GB/s.
 TABLE_IV = {

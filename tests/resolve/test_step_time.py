@@ -24,7 +24,7 @@ TOKENS = 16 * 256 / 4
 """Tokens of a device in a step."""
 
 
-def test_parts_by_hand(capsys):
+def test_parts_by_hand():
     record = dry_run(CFG, H100)
     parts, rates = record["step"]["parts"], H100.rates
     # Two choices of three matrices 64 x 32, in two layers; four passes with remat.
@@ -40,9 +40,6 @@ def test_parts_by_hand(capsys):
     assert record["step"]["tok_per_sec"] == pytest.approx(
         16 * 256 / record["step"]["sec"]
     )
-    target_line, step_line = capsys.readouterr().out.splitlines()[:2]
-    assert "fits, and" in target_line
-    assert f"{record['step']['mfu']:.1%} MFU" in step_line
 
 
 @pytest.mark.parametrize(
