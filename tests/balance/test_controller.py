@@ -172,24 +172,6 @@ def test_after_a_keep_no_decision_is_made_within_the_cooldown():
     assert all(b - a == 25 for a, b in itertools.pairwise(later_steps))
 
 
-def test_a_gain_within_the_margin_changes_nothing():
-    first = BalancedRun.start(settings()).go([0], lambda step: hot(0, 0.5))
-    home_sec = COST.step_sec(hot(0, 0.5).astype(float), HOME, LAYOUT)
-    share = first.changes()[0].modelled_gain_sec / home_sec
-    for margin, kind in ((share * 0.99, "swap"), (share * 1.01, "keep")):
-        run = BalancedRun.start(settings(margin=margin))
-        assert run.go([0], lambda step: hot(0, 0.5)).kinds() == [kind]
-
-
-def test_a_lasting_hot_expert_leads_to_one_swap_and_an_even_load_to_none():
-    run = BalancedRun.start(settings()).go(range(40), lambda step: EVEN)
-    assert run.decisions == []
-    run.go(range(40, 140), lambda step: hot(5, 0.4))
-    assert [d.kind for d in run.changes()] == ["swap"]
-    home = dataclasses.replace(run.state, plan=HOME)
-    assert worst(run.state, hot(5, 0.4)) < 1.2 < worst(home, hot(5, 0.4))
-
-
 def random_run(seed, **changes):
     """Return a run and a function that gives loads for each step: random hot experts
     that change every 20 steps, different in each layer, with noise."""

@@ -1,5 +1,5 @@
-"""Test that a calibration comes back from its file, and that a damaged or unfit one is
-refused in one line."""
+"""Test that a calibration comes back from its file, and that a damaged one is one
+line."""
 
 import copy
 import json
@@ -7,12 +7,7 @@ import json
 import pytest
 
 from moejax.config import Balance, Config, Dispatch, Moe, Train
-from moejax.perf.calibration import (
-    LEAVING_SHARE,
-    Calibration,
-    check,
-    read_calibration,
-)
+from moejax.perf.calibration import LEAVING_SHARE, Calibration, read_calibration
 from moejax.plan.layout import Topology
 from train.dry_run import dry_run
 
@@ -114,19 +109,3 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
     )
     with pytest.raises(ValueError, match=r"c.json as a calibration: .*tools/calibrate"):
         dry_run(cfg)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"device_kind": "NVIDIA H200"}, "measured on 'cpu'"),
-        ({"mesh": GOOD["mesh"] | {"expert": 4}}, "measured on mesh"),
-        ({"compute_dtype": "float64"}, "compute_dtype is float64"),
-    ],
-)
-def test_a_calibration_of_another_mesh_or_device_is_refused(change, match):
-    calibration = Calibration(**GOOD)
-    here = {name: GOOD[name] for name in ("mesh", "device_kind", "compute_dtype")}
-    check(calibration, *here.values())
-    with pytest.raises(ValueError, match=match):
-        check(calibration, *(here | change).values())

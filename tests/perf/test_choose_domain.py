@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.perf.calibration import Calibration
-from moejax.perf.choose_domain import (
-    LayerTraffic,
-    candidates,
-    choose,
-    predict,
-)
+from moejax.perf.choose_domain import LayerTraffic, candidates, choose, predict
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
 
@@ -36,7 +31,7 @@ def test_table_iv_comes_out_if_its_gigabits_are_gigabytes(name):
 
 def random_case(rng) -> tuple[LayerTraffic, Calibration]:
     dcs, experts = (int(n) for n in rng.choice([1, 2, 3, 4, 6], 2))
-    lines = ideal(1, dc=10 ** rng.uniform(6, 9), expert=10 ** rng.uniform(8, 11))
+    lines = ideal(dc=10 ** rng.uniform(6, 9), expert=10 ** rng.uniform(8, 11))
     here = LayerTraffic(
         row_bytes=10 ** rng.uniform(5, 8), expert_bytes=10 ** rng.uniform(5, 8),
         pre_expert_sec=10 ** rng.uniform(-4, -1), expert_sec=2e-3,

@@ -19,6 +19,7 @@ MESH = (
     [
         ({"mesh": {**TWO_LEVELS.mesh, "expert": 8}}, "measured on mesh"),
         ({"device_kind": "other"}, "measured on 'other'"),
+        ({"compute_dtype": "bfloat16"}, "measured in bfloat16"),
         ({"collectives": {}}, "has no all_to_all over the 'expert' axis"),
         (None, "there is no such file"),
     ],

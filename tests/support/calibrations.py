@@ -6,19 +6,9 @@ from moejax.perf.choose_domain import LayerTraffic
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
-def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
-    """Return the calibration of a machine without latency.
-
-    The slowest of its levels is a link that `sharers` devices share.
-    """
-    slowest = min(bytes_per_sec, key=bytes_per_sec.get)
-    lines = {
-        axis: {
-            "latency_sec": 0.0,
-            "bytes_per_sec": rate / (sharers if axis == slowest else 1),
-        }
-        for axis, rate in bytes_per_sec.items()
-    }
+def ideal(**bytes_per_sec: float) -> Calibration:
+    """Return the calibration of a machine without latency."""
+    lines = {axis: line(rate) for axis, rate in bytes_per_sec.items()}
     return Calibration(
         "paper", {}, "float32", dict.fromkeys(KINDS, lines), 1.0, 1.0, 0.0, "never"
     )
