@@ -9,11 +9,17 @@ import pytest
 
 from moejax.balance.policies import POLICIES, prophet
 from moejax.balance.policies.flexmoe import policy as flexmoe
-from moejax.balance.policies.flexmoe.replicas import start
+from moejax.balance.policies.flexmoe.replicas import put, start
 from moejax.perf.cost_model import NOTES, tight
-from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
+from moejax.perf.traffic import (
+    device_rows,
+    max_over_mean,
+    pair_rows,
+    rows_by_slot,
+)
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
+from tests.support.close import assert_close
 
 NAMES = sorted(POLICIES)
 FREE = dataclasses.replace(NOTES, bytes_per_expert=0.0)
@@ -312,3 +318,27 @@ def test_flexmoe_puts_a_hot_expert_in_place_of_a_cold_replica():
     state = start(load_we, row_p, np.array([3.0, 0.0]), np.zeros((3, 3)))
     assert flexmoe.shrink(state, 2)
     assert state.row_ws.tolist() == [[0, 3, 2], [2, 3, 1]]
+
+
+def test_the_state_of_flexmoe_is_that_of_its_slots():
+    """Rows that devices compute, receive and send are those of an even split. After
+    each change of a slot the state is that of a new start, and knows the plan's needs.
+    """
+    rng = np.random.default_rng(2)
+    load_we, per_row_sec, sync_oc = rng.random((4, 8)), np.array([3.0, 4.0]), np.eye(4)
+    row_p = np.array([0, 1, -1, 2, 3, 0, 4, 5, 0, 6, 7, 4], np.int32)
+    state = start(load_we, row_p, per_row_sec, sync_oc)
+    for _ in range(40):
+        device, slot, expert = rng.integers(4), rng.integers(3), rng.integers(-1, 8)
+        old = state.row_ws[device, slot]
+        if old == EMPTY or (old != expert and state.replicas_e[old] > 1):
+            put(state, device, slot, int(expert))
+        row_p = state.row_ws.reshape(-1)
+        pair_ww = pair_rows(rows_by_slot(load_we, row_p, 4)) * 4 / load_we.sum()
+        stay_w, computed_w = np.diag(pair_ww), pair_ww.sum(axis=0)
+        rows_kw = [computed_w, computed_w - stay_w, pair_ww.sum(axis=1) - stay_w]
+        assert_close(state.rows_kw, np.array(rows_kw))
+        needs = state.offers_w.max(), state.copies_w.max()
+        assert ExpertPlan(row_p[None], 8).needs(4) == needs
+        fresh = start(load_we, row_p, per_row_sec, sync_oc)
+        assert_close(dataclasses.asdict(state), dataclasses.asdict(fresh))

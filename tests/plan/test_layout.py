@@ -49,6 +49,12 @@ def test_rows_per_peer_at_home(num_devices, assignments, fields, rows):
     assert (layout.slots_per_device, layout.num_slots) == (8 // num_devices, 8)
 
 
+def test_the_members_of_domains_are_neighbours_along_the_shared_axes():
+    """Data centres 0 and 1 form a domain for each index of the expert axis."""
+    members = Domain((4, 2), (2, 1)).members()
+    assert members == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
 def test_chunks_at_home_hold_all_rows_of_a_device_and_no_more():
     sizes = {"rows_per_peer": 30, "split": "local_first"}
     chunks = [Layout.home(8, 4, 100, home_chunks=n, **sizes) for n in (1, 3, 9)]

@@ -64,19 +64,6 @@ def plan(
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
-def asymmetric(
-    load_e: np.ndarray, num_devices: int, slots_per_device: int
-) -> np.ndarray:
-    """Return the expert of each slot, int32 [p], with free slots filled by copies
-    that balance a load.
-
-    The load is summed over devices, in any unit, and is not all zero. The number of
-    experts is a multiple of that of devices.
-    """
-    room = Room(num_devices, slots_per_device, len(load_e), slots_per_device)
-    return _from_home(np.asarray(load_e, float), room)[0]
-
-
 def symmetric(num_experts: int, room: Room) -> np.ndarray:
     """Return the slots [p] of a Cayley graph within the budgets.
 
