@@ -12,7 +12,7 @@ from moejax.perf.choose_schedule import (
     choose,
     predict,
 )
-from moejax.perf.terms import Term, tables
+from moejax.perf.terms import Term
 from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
 
 SCHEDULES = tuple(TIMES)
@@ -189,8 +189,7 @@ def test_the_choice_is_the_first_of_the_fastest():
             assert sec.get(name, np.inf) > sec[choice.value]
         chosen.add(choice.value)
         assert "\n" not in choice.why
-        assert " ms a layer, modelled" in choice.why
-        assert all(f"\n{name}\n" in f"\n{tables(choice.alternatives)}" for name in sec)
+        assert set(choice.alternatives) == set(names)
     assert {"s1h", "s1", "s2", "local"} <= chosen
     alone = dataclasses.replace(SHAPE, tensor=1, expert_shards=1)
     choice = choose(alone, TWO_LEVELS, ALL_BUT_LOCAL)
