@@ -77,6 +77,9 @@ def test_prophet_equations_1_to_8():
     assert prophet.trans_sec(COST, 3) == pytest.approx(3 * 2)
     assert prophet.trans_sec(COST, 0) == 0
     assert prophet.trans_sec(COST, 3, 1) == pytest.approx((3 + 1) * 2)
+    late = dataclasses.replace(COST, latency_sec=0.25, micro_batches=3)
+    assert prophet.a2a_sec(late, rows_w) == pytest.approx(6 * 0.5 + 3 * 0.25)
+    assert prophet.trans_sec(late, 3, 1) == pytest.approx(3 * ((3 + 1) * 2 + 2 * 0.25))
     assert prophet.planner_sec(3, 6, 5.25, 5) == pytest.approx(12 + 18 + 10.25)
     # 6 + 1.5 of 10 s forward are hidden, and 12 + 3 of 17 s backward.
     coupled = prophet.coupled_sec(3, 6, 10, 17, 1.5)

@@ -55,6 +55,25 @@ def test_the_members_of_domains_are_neighbours_along_the_shared_axes():
     assert members == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "inner", "parts", "gathered", "windows", "senders", "sources"),
+    [
+        (Tensor("s1", 2, 2), {}, 2, 1, 1, 8, 8),
+        (Tensor("s1h", 2, 4), {"expert": 2}, 2, 1, 1, 16, 16),
+        (Tensor("s2", 2, 2), {}, 1, 1, 2, 8, 4),
+        (Tensor("base", 4, 2), {"tensor": 2}, 2, 2, 1, 4, 4),
+        (Tensor("base", 2, 4), {"expert": 2}, 1, 4, 1, 4, 4),
+        (Tensor("local", 2, 1), {}, 1, 1, 1, 1, 1),
+    ],
+)
+def test_sizes_by_schedule(tensor, inner, parts, gathered, windows, senders, sources):
+    """Numbers of a layer whose experts four owners split."""
+    assert tensor.inner == inner
+    assert (tensor.num_parts, tensor.num_gathered) == (parts, gathered)
+    assert tensor.num_windows == windows
+    assert (tensor.num_senders(4), tensor.num_sources(4)) == (senders, sources)
+
+
 def test_chunks_at_home_hold_all_rows_of_a_device_and_no_more():
     sizes = {"rows_per_peer": 30, "split": "local_first"}
     chunks = [Layout.home(8, 4, 100, home_chunks=n, **sizes) for n in (1, 3, 9)]
@@ -73,6 +92,8 @@ def test_aligned_rows_are_the_most_that_groups_can_take(
     rows, groups, multiple, expected
 ):
     assert max_aligned_rows(rows, groups, multiple) == expected
+    if multiple > 1:
+        assert changed(align_rows=multiple).align_rows == multiple
 
 
 @pytest.mark.parametrize(
