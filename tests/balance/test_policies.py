@@ -304,6 +304,7 @@ def test_each_step_of_flexmoe_lowers_the_norm_of_device_times(monkeypatch):
                 share_e = rng.pareto(1.0, own * w)
                 load_lwe = rng.poisson(50 * share_e, (1, w, own * w)).astype(float)
                 plan = flexmoe.plan(load_lwe, layout, FREE, plan)
+    assert flexmoe._power(np.array([2.0])) == 2.0**flexmoe.POWER
     most = (1 - flexmoe.MIN_GAIN) ** flexmoe.POWER * (1 + 1e-9)
     for name, found in ratios.items():
         assert len(found) > 5, f"{name} was hardly taken"

@@ -14,6 +14,7 @@ import pytest
 
 from moejax.balance.policies import eplb, fastermoe, laer, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
+from moejax.balance.policies.flexmoe.replicas import start
 from moejax.balance.settings import Settings, find_policy
 from moejax.perf.cost_model import NOTES, CostModel, tight
 from moejax.plan.expert_plan import ExpertPlan
@@ -187,6 +188,28 @@ def test_flexmoe_charges_what_the_cost_model_charges(store):
     for offers, copies in np.ndindex(2, 3):
         layout = three(store=store, offers_per_device=offers, copies_per_device=copies)
         assert table_oc[offers, copies] == pytest.approx(cost.sync_sec(layout))
+
+
+@pytest.mark.parametrize("store", ["transient", "resident"])
+def test_flexmoe_prices_a_plan_as_the_cost_model_does(store, monkeypatch):
+    """The time of the plans that a search ends with is Eq. 5 and Eq. 9."""
+    states = []
+
+    def watched(*args):
+        states.append(start(*args))
+        return states[-1]
+
+    monkeypatch.setattr(flexmoe, "start", watched)
+    layout = three(3, store=store)
+    cheap = dataclasses.replace(COST, bytes_per_expert=0.1)
+    load_we = np.array([[30.0, 2, 1], [20, 1, 0], [10, 3, 5]])
+    flexmoe.plan(load_we[None], layout, cheap, ExpertPlan.home_in(layout, 1))
+    for state in states:
+        row_p = state.row_ws.reshape(-1)
+        snug = tight(layout, ExpertPlan(row_p[None], 3))
+        expected = cheap.layer_sec(load_we, row_p, snug)
+        assert flexmoe.plan_sec(state) == pytest.approx(expected)
+    assert any(state.copies_w.any() for state in states)
 
 
 # The example of the README of github.com/deepseek-ai/EPLB.
