@@ -1,6 +1,4 @@
-"""Checksums equal their definition on any mesh, and every flipped bit changes them."""
-
-import random
+"""Checksums equal their definition on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -51,30 +49,6 @@ def test_positions_are_those_of_the_whole_array(mesh):
     for dims in (("data",), (None, "expert"), (("data", "expert"), None, "tensor")):
         assert checksums({"x": jax.device_put(x, sharding(mesh, *dims))}) == want
     assert checksums({"x": jnp.zeros((0, 4))}) == {"x": 0}
-
-
-def test_every_flipped_bit_shows(mesh):
-    state = jax.tree.map(np.asarray, make_state(mesh, 2))
-    want = checksums(jax.tree.map(jnp.asarray, state))
-    rng = random.Random(0)
-    for name, leaf in checksum.named_leaves(state).items():
-        for _ in range(20):
-            byte_n = bytearray(leaf.tobytes())
-            bit = 0 if leaf.dtype == bool else rng.randrange(8)
-            byte_n[rng.randrange(len(byte_n))] ^= 1 << bit
-            flipped = np.frombuffer(byte_n, leaf.dtype).reshape(leaf.shape)
-            assert checksums({"x": jnp.asarray(flipped)})["x"] != want[name], name
-
-
-def test_what_a_plain_weighted_sum_would_miss():
-    x = np.ones(16, np.float32)
-    sums = [checksums({"x": jnp.asarray(x)})["x"]]
-    for flips in ([2, 5], [0, 9], [3, 4, 6, 7]):
-        y = x.copy()
-        y[flips] *= -1
-        sums.append(checksums({"x": jnp.asarray(y)})["x"])
-    sums.append(checksums({"x": jnp.asarray(np.concatenate([x[:8], 0 * x[:8]]))})["x"])
-    assert len(set(sums)) == len(sums)
 
 
 def test_digest_names_the_whole():

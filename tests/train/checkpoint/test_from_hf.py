@@ -1,5 +1,5 @@
-"""A run's first state from a published folder: its values on any mesh, each part read
-once, and all else as without a folder."""
+"""A run's first state from a published folder: its values, each part read once, and all
+else as without a folder."""
 
 import shutil
 
@@ -17,12 +17,7 @@ from train.config import gin_reader
 from train.job import prepare_model
 from train.step.state import init_state, state_from
 
-MESHES = (
-    ("Mesh.data = 2", "Mesh.expert = 4"),
-    pytest.param(
-        ("Mesh.data = 2", "Mesh.expert = 2", "Mesh.tensor = 2"), marks=pytest.mark.long
-    ),
-)
+MESH = ("Mesh.data = 2", "Mesh.expert = 2", "Mesh.tensor = 2")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +31,9 @@ def configured(folder, *params):
     return gin_reader.load([], [f"Model.from_hf = '{folder}'", *params])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_are_those_of_the_folder(published, mesh):
+def test_parameters_are_those_of_the_folder(published):
     """Parameters from a folder lie as `init_state` shards them, and are read once."""
-    model = prepare_model(configured(published, *mesh))
+    model = prepare_model(configured(published, *MESH))
     lines = []
     params, bias = read_params(model.run, "owned", lines.append)
     state = state_from(params, bias, model.run, model.optimizer)
@@ -62,40 +56,20 @@ def test_parameters_are_those_of_the_folder(published, mesh):
     assert line.startswith(f"read {NUM_BYTES:,} bytes of {published} in ")
 
 
-@pytest.mark.long
-def test_compressed_domains_have_their_copies(published):
-    """The copies of a domain's experts are made as for other runs."""
-    params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.domain = (1, 2)")
-    params += ("Dispatch.compression = 2.0",)
-    model = prepare_model(configured(published, *params))
-    given = read_params(model.run, "owned", lambda _: None)
-    state = state_from(*given, model.run, model.optimizer)
-    other = init_state(model.run, model.optimizer)
-    assert state.tracked.shape == other.tracked.shape
-    assert np.any(np.asarray(state.tracked) != np.asarray(other.tracked))
-
-
-def test_a_folder_is_checked_before_anything_is_read(published, tmp_path):
-    cfg = configured(published)
-    assert check_folder(cfg) == check_folder(cfg)
-    keep_companions(cfg, tmp_path)
-    kept = tmp_path / "hf"
-    names = {"config.json", "generation_config.json", "tokenizer.json"}
-    assert {path.name for path in kept.iterdir()} == names
-    with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
-        check_folder(configured(kept))
-
-
-def test_files_of_an_earlier_start_are_not_kept(published, tmp_path):
+def test_a_run_keeps_the_files_of_its_own_folder_alone(published, tmp_path):
+    """Files of an earlier start go. What is kept has no tensors to start from."""
     kept = tmp_path / "hf"
     kept.mkdir()
     for name in ("config.json", "tokenizer.model", "vocab.json"):
         (kept / name).write_text("old")
-    keep_companions(configured(published), tmp_path)
-    assert listing(kept).keys() == {
-        "config.json", "generation_config.json", "tokenizer.json"
-    }  # fmt: skip
+    cfg = configured(published)
+    assert check_folder(cfg) == check_folder(cfg)
+    keep_companions(cfg, tmp_path)
+    names = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert listing(kept).keys() == names
     assert (kept / "config.json").read_text() != "old"
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
+        check_folder(configured(kept))
 
 
 def test_a_folder_without_tokenizer_is_for_those_who_name_one(published, tmp_path):

@@ -69,13 +69,6 @@ def test_every_field_of_the_network_is_fixed_or_free():
         assert not fixed & free
 
 
-def test_fixed_fields_exist():
-    """A field that moves to another class must keep its entry in the lists."""
-    named = {(p, f) for p, fields in identity.FIXED_FIELDS.items() for f in fields}
-    named |= {(p, f) for p, fields in identity.SHARDING_FIELDS.items() for f in fields}
-    assert named <= set(FIELDS)
-
-
 @pytest.mark.parametrize(
     "changes", [{"format": 1}, {"format": identity.FORMAT + 1}, {}]
 )
@@ -85,6 +78,15 @@ def test_other_formats_are_refused_in_one_line(changes):
     with pytest.raises(ValueError, match="this program reads format") as error:
         identity.check(meta | changes, Config(), {})
     assert "\n" not in str(error.value)
+
+
+def test_each_field_of_the_sharding_of_tracked_experts_is_compared():
+    assert identity.has_same_sharding(make_meta(Config()), Config())
+    for part, fields in identity.SHARDING_FIELDS.items():
+        for field in fields:
+            meta = make_meta(Config())
+            meta["config"][part][field] = "another"
+            assert not identity.has_same_sharding(meta, Config())
 
 
 def test_compression_is_neither_switched_on_nor_off():

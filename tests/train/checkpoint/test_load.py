@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from moejax.plan.layout import Topology
-from tests.support.run_main import listing
+from tests.support.run_main import checkpoint_record, listing
 from tests.support.saved_run import STEPS, saved_run
 from train.checkpoint.checksum import checksums
 from train.checkpoint.load import find_checkpoints, load_model
@@ -27,11 +27,6 @@ def copied(saved, tmp_path) -> pathlib.Path:
     return shutil.copytree(saved, tmp_path / "run")
 
 
-def read_record(run_dir: pathlib.Path, step: int) -> dict:
-    path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
-    return json.loads(path.read_text())
-
-
 def flip_bits(run_dir: pathlib.Path, step: int) -> None:
     """Flip bits in every file of the arrays."""
     for path in (run_dir / "checkpoints" / str(step) / "state").rglob("d/*"):
@@ -42,34 +37,35 @@ def flip_bits(run_dir: pathlib.Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "mesh"),
+    ("params", "mesh", "attention"),
     [
-        (("Mesh.expert=8", "Mesh.data=1"), Topology(expert=8)),
-        (("Train.num_simulated_devices = 3",), Topology(expert=2)),
+        (
+            ("Mesh.expert=8", "Mesh.data=1", "Model.attention = 'cudnn'"),
+            Topology(expert=8),
+            "auto",
+        ),
+        (
+            ("Train.num_simulated_devices = 3", "Model.attention = 'reference'"),
+            Topology(expert=2),
+            "reference",
+        ),
     ],
 )
-def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
-    """Parameters and router bias agree bit for bit; the directory is unchanged."""
+def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh, attention):
+    """Parameters and router bias agree bit for bit, and the directory is unchanged.
+    Attention for GPUs becomes 'auto' on a machine without one."""
     before = listing(saved)
     loaded = load_model(find_checkpoints(saved, params=params))
-    assert loaded.cfg.mesh == mesh
+    assert (loaded.cfg.mesh, loaded.cfg.model.attention) == (mesh, attention)
     assert dict(loaded.mesh.shape) == dict(zip(loaded.mesh.axis_names, mesh.sizes))
     source = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
-    arrays = read_record(saved, max(STEPS))["arrays"]
+    record = checkpoint_record(saved, max(STEPS))
+    arrays = record["arrays"]
     names = [name for name in arrays if name.startswith(("params", "router_bias"))]
     assert source == {name: arrays[name]["checksum"] for name in names}
     assert loaded.step == max(STEPS)
-    assert loaded.meta == read_record(saved, max(STEPS))["meta"]
+    assert loaded.meta == record["meta"]
     assert listing(saved) == before
-
-
-@pytest.mark.parametrize(
-    ("named", "becomes"),
-    [("cudnn", "auto"), ("reference", "reference")],
-)
-def test_attention_for_gpus_becomes_auto_without_one(saved, named, becomes):
-    source = find_checkpoints(saved, params=(f"Model.attention = '{named}'",))
-    assert load_model(source).cfg.model.attention == becomes
 
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
@@ -81,9 +77,6 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
     with pytest.raises(ValueError, match=r"^checkpoint 7 in .* damaged: .*use another"):
         load_model(find_checkpoints(copied, step=7), messages.append)
     assert listing(copied) == before
-
-
-def test_a_record_that_is_no_record_is_told_of(copied):
     (copied / "checkpoints" / "7" / "record" / "metadata").write_text("{")
     assert load_model(find_checkpoints(copied), [].append).step == 3
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
@@ -99,12 +92,13 @@ def test_a_record_that_is_no_record_is_told_of(copied):
         (None, ("expert = 2",), "there is no class expert"),
         (None, ("Mesh.expert = 'two'",), "must be an int, and is of type str"),
         (None, ("Mesh.expert = 3",), "Moe.num_experts=8 must be divisible"),
+        (None, ("Mesh.data = 4",), "needs 16 devices, but this machine has 8"),
         (None, ("Model.d_model = 64",), "parameters of the checkpoint depend on this"),
     ],
 )
 def test_what_cannot_be_is_one_line(saved, step, params, message):
     with pytest.raises(ValueError) as error:
-        find_checkpoints(saved, step, params)
+        load_model(find_checkpoints(saved, step, params))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -118,9 +112,7 @@ def test_a_router_that_follows_a_record_is_refused(copied):
         find_checkpoints(copied)
 
 
-def test_too_few_devices_and_no_run_are_one_line(saved, tmp_path):
-    with pytest.raises(ValueError, match="needs 16 devices, but this machine has 8"):
-        load_model(find_checkpoints(saved, params=("Mesh.data = 4",)))
+def test_a_folder_without_a_run_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="has no checkpoints: name the run"):
             find_checkpoints(folder)

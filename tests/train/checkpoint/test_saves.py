@@ -53,14 +53,27 @@ def writer(monkeypatch):
 
 
 @pytest.mark.slow
-def test_round_trip_to_other_meshes(disk, caplog, capfd):
-    """orbax prints nothing meanwhile, and other libraries may."""
-    mesh = build_mesh(8, 2)
-    state = make_state(mesh, 7)
-    first = disk.open()
-    assert first.restore(abstract(state)) is None
-    first.save(10, state, META, eval_loss=2.5)
-    assert first.wait()
+def test_a_save_compiles_nothing_and_comes_back_on_any_mesh(disk, caplog, capfd):
+    """A program, however small, would wait while a relayout compiles. orbax prints
+    nothing meanwhile, and other libraries may."""
+    mesh, compiled = build_mesh(8, 2), []
+    state, opened = make_state(mesh, 7), disk.open()
+    assert opened.restore(abstract(state)) is None
+    checksums(state)
+
+    def listen(event: str, *_, **__) -> None:
+        if event == BACKEND_COMPILE_EVENT:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3)(7.0)
+        assert len(compiled) == 1  # it listens
+        opened.save(10, state, META, eval_loss=2.5)
+        assert opened.wait()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1
     for other in (mesh, build_mesh(4, 1)):
         target = abstract(make_state(other, 0))
         restored = disk.open().restore(target)
@@ -72,33 +85,6 @@ def test_round_trip_to_other_meshes(disk, caplog, capfd):
     assert capfd.readouterr() == ("", "")
     logging.getLogger("absl").warning("of another library")
     assert [r.message for r in caplog.records] == ["of another library"]
-
-
-@pytest.mark.slow
-def test_a_save_compiles_nothing(disk):
-    """Nor do the first save and one on several devices, once checksums were taken: a
-    program, however small, waits while a relayout compiles."""
-    mesh, compiled = build_mesh(8, 2), []
-    state = make_state(mesh, 7)
-    assert any(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
-    checksums(state)
-
-    def listen(event: str, *_, **__) -> None:
-        if event == BACKEND_COMPILE_EVENT:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jax.jit(lambda x: x * 3)(7.0)
-        assert len(compiled) == 1  # it listens
-        opened = disk.open()
-        opened.save(1, state, META)
-        assert opened.wait()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(compiled) == 1
-    restored = disk.open().restore(abstract(state))
-    assert are_same_bits(restored.state, state)
 
 
 def test_a_step_is_saved_once(state, disk):
@@ -135,42 +121,25 @@ def test_the_state_may_be_donated_while_it_is_written(disk, writer):
     assert are_same_bits(first.restore(abstract(make(1))).state, want)
 
 
-def test_keeps_the_last_and_the_best(state, disk):
-    cfg = config.Checkpoint(keep_last=2, keep_best=1)
-    loss = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: None, 6: 1.5, 7: 0.5}
-    first = disk.open(cfg)
-    for step in (1, 2, 3):
-        first.save(step, state, META, loss[step])
-    first.close()
-    again = disk.open(cfg)
-    assert again.restore(abstract(state)).step == 3
-    for step in (4, 5, 6):
-        again.save(step, state, META, loss[step])
-    assert again.wait()
-    assert disk.names() == ["2", "5", "6"]
-    again.save(7, state, META, loss[7])
-    assert again.wait()
-    assert disk.names() == ["6", "7"]
-
-
-def test_links_stay_and_a_checkpoint_that_was_moved_away_takes_no_place(
-    state, disk, tmp_path
-):
+def test_older_checkpoints_go_but_the_best_and_links(state, disk, tmp_path):
+    """A loss of NaN is no loss, and a checkpoint that was moved away takes no place."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").touch()
     disk.directory.mkdir()
     (disk.directory / "0").symlink_to(precious)
     (disk.directory / "3.orbax-checkpoint-tmp").symlink_to(precious)
-    first = disk.open()
+    cfg = config.Checkpoint(keep_last=2, keep_best=1)
+    first = disk.open(cfg)
     assert disk.names() == ["0"]
-    for step in (1, 2):
-        first.save(step, state, META)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan")), (4, 2.0), (5, None)):
+        first.save(step, state, META, loss)
         assert first.wait()
-    shutil.rmtree(disk.directory / "2")
-    first.save(3, state, META)
+    assert disk.names() == ["0", "2", "4", "5"]
+    shutil.rmtree(disk.directory / "5")
+    first.save(6, state, META)
     assert first.wait()
-    assert disk.names() == ["0", "1", "3"]
+    assert disk.names() == ["0", "2", "4", "6"]
     assert (precious / "file").exists()
 
 
@@ -316,6 +285,12 @@ def test_one_of_several_ends_all_while_its_main_thread_does_something_else(
     first = disk.open()
     first.save(1, state, META)
     assert first.wait()
+    with monkeypatch.context() as patch:
+        # All know before the save begins that there is no room: none waits in orbax.
+        have_no_room(patch)
+        first.save(2, state, META)
+    assert not first.wait()
+    assert ended == []
     fault(monkeypatch)
     first.save(2, state, META)
     wait_for_the_writer()
@@ -324,15 +299,6 @@ def test_one_of_several_ends_all_while_its_main_thread_does_something_else(
     assert line.startswith(f"SAVE FAILED: checkpoint 2 in {disk.directory}: OSError")
     assert FAULTS[fault] in line
     assert f" are free in {disk.directory}; the last good one is 1: " in line
-
-
-def test_several_without_room_go_on(state, disk, ended, monkeypatch):
-    """All of them know before the save begins, and none waits in orbax."""
-    have_no_room(monkeypatch)
-    first = disk.open()
-    first.save(1, state, META)
-    assert not first.wait()
-    assert ended == []
 
 
 def test_a_failed_save_is_said_where_the_run_ends_for_another_reason(
