@@ -4,7 +4,18 @@ import json
 import pathlib
 import subprocess
 
-from tests.support.run_main import LIMIT_SEC, ROOT, Ended, Live, command, environment
+import numpy as np
+
+from tests.support.close import assert_close
+from tests.support.run_main import (
+    LIMIT_SEC,
+    ROOT,
+    Ended,
+    Live,
+    command,
+    environment,
+    metric_lines,
+)
 from tools.launch.workers import free_port
 from train.launch.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
@@ -77,6 +88,24 @@ def sample_ids(run_dir: pathlib.Path) -> dict[int, list[str]]:
     for step, id_by_row in rows.items():
         assert sorted(id_by_row) == list(range(len(id_by_row))), f"rows of step {step}"
     return {step: [ids[i] for i in sorted(ids)] for step, ids in rows.items()}
+
+
+def assert_same_training(run_dir: pathlib.Path, alone: pathlib.Path) -> None:
+    """Assert that a run has the losses and the samples of the run of one process, and
+    each step once."""
+    losses, expected = (
+        {x["step"]: x["loss"] for x in metric_lines(path) if "loss" in x}
+        for path in (run_dir, alone)
+    )
+    assert_close(
+        np.float32([losses[step] for step in sorted(losses)]),
+        np.float32([expected[step] for step in sorted(expected)]),
+        factor=0.1,
+        reason="one in a million: only the order of sums between devices differs",
+    )
+    ids = sample_ids(run_dir)
+    assert ids == sample_ids(alone)
+    assert sorted(ids) == sorted(losses) == list(range(1, len(expected) + 1))
 
 
 def run_apart(

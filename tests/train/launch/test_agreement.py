@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from tests.support.workers import run_apart
+from tests.support.workers import WORKERS, run_apart
+from train.config import gin_reader
+from train.job import prepare
 from train.launch.agreement import device_facts, first_difference, program_facts
 
 BAD_INPUT = 2
@@ -40,11 +42,14 @@ def test_the_difference_of_long_lines_is_shown():
     assert len(text) < 500
 
 
-def test_program_facts_name_every_source_file_and_library():
+def test_program_facts_name_every_source_file_library_and_flag(monkeypatch):
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=true"
+    monkeypatch.setenv("XLA_FLAGS", flags)
     facts = program_facts()
     assert "train/launch/agreement.py " in facts["code"]
     assert "\njax 0." in facts["libraries"]
     assert "jax_enable_x64 = False" in facts["settings of jax"]
+    assert facts["settings of jax"].endswith("\nXLA --xla_cpu_enable_fast_math=true")
     assert "force_host_platform_device_count" not in facts["settings of jax"]
 
 
@@ -58,16 +63,23 @@ def test_device_facts_have_the_hash_of_the_choices_of_kernels(monkeypatch, tmp_p
     assert device_facts()["choices of kernels"] != before
 
 
+def test_job_facts_have_the_hash_of_the_text(tmp_path, monkeypatch):
+    """One byte of a corpus differs, under the same name."""
+    text, facts = "the words of a corpus, again and again. " * 300, []
+    monkeypatch.chdir(tmp_path)
+    for each in (text, text, text.replace("a", "e", 1)):
+        (tmp_path / "corpus.txt").write_text(each)
+        cfg = gin_reader.load([WORKERS], ["Data.corpus = 'corpus.txt'"])
+        facts.append(prepare(cfg).facts)
+    assert facts[0] == facts[1]
+    assert first_difference(facts[0], facts[2], 1).startswith(
+        "data: process 0 has \"sha256 = '"
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "param",
-    [
-        "Optimizer.learning_rate = 0.5",
-        pytest.param("Train.seed = 7", marks=pytest.mark.long),
-        pytest.param("Model.norm_eps = 0.1", marks=pytest.mark.long),
-    ],
-)
-def test_another_configuration_on_one_process_ends_all(tmp_path, param):
+def test_another_configuration_on_one_process_ends_all(tmp_path):
+    param = "Optimizer.learning_rate = 0.5"
     ended = run_apart(tmp_path / "run", [(), (param,)])
     assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
     for x in ended:
@@ -75,39 +87,6 @@ def test_another_configuration_on_one_process_ends_all(tmp_path, param):
         assert f"process 1 has {param!r}" in x.err
         assert x.record["error"] == x.err.removeprefix("error: ").strip()
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_other_text_under_the_same_name_ends_all(tmp_path):
-    """The configuration is the same, and the corpus has one other byte on one host."""
-    text = "the words of a corpus, again and again. " * 300
-    for name, corpus in (("a", text), ("b", text.replace("a", "e", 1))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "corpus.txt").write_text(corpus)
-    params = ("Data.corpus = 'corpus.txt'",)
-    folders = [tmp_path / "a", tmp_path / "b"]
-    ended = run_apart(tmp_path / "run", [params, params], folders=folders)
-    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
-    for x in ended:
-        assert "not the same: data: process 0 has \"sha256 = '" in x.err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.long
-def test_other_flags_of_xla_end_all(tmp_path):
-    envs = [{}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}]
-    ended = run_apart(tmp_path / "run", [(), ()], envs=envs)
-    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
-    assert "process 1 has 'XLA --xla_cpu_enable_fast_math=true'" in ended[0].err
-
-
-@pytest.mark.long
-def test_other_choices_of_kernels_end_all(tmp_path):
-    (tmp_path / "cpu.json").write_text('{"tiles": {}}')
-    envs = [{}, {"MOEJAX_TUNED": str(tmp_path)}]
-    ended = run_apart(tmp_path / "run", [(), ()], envs=envs)
-    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
-    assert "choices of kernels: process 0 has 'cpu.json is not here'" in ended[1].err
 
 
 @pytest.mark.slow
