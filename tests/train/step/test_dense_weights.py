@@ -39,10 +39,8 @@ CFG = Config(
     train=Train(batch_size=B, loss_chunk=T),
 )
 MESHES = [
-    pytest.param(Topology(data=2, expert=4), marks=pytest.mark.long),
     Topology(data=2, expert=2, tensor=2),
     pytest.param(Topology(dc=2, data=2, expert=2), marks=pytest.mark.long),
-    pytest.param(Topology(dc=2, expert=2, tensor=2), marks=pytest.mark.long),
 ]
 
 

@@ -3,7 +3,6 @@ split, schedule, domain and plan, in halves, in micro-batches and in later round
 
 import functools
 import math
-import operator
 import re
 from collections import Counter
 
@@ -17,7 +16,6 @@ from tests.support.primitives import equations
 from tests.support.random_plans import odd_plans, policy_plans, random_plan
 from tests.support.steps import (
     BATCH,
-    FAMILIES,
     ONE_EXPERT,
     STORES,
     WAYS,
@@ -41,36 +39,34 @@ from train.step.expert_params import is_expert, take
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 OFTEN = (
-    "prefetched", "resident, gathered once", "sharded, in halves",
-    "dynamic, later rounds", "domain",
+    "resident, gathered once", "sharded, in halves", "dynamic, later rounds", "domain",
 )  # fmt: skip
 """Ways of `make test`. test_dense_weights.py has a tensor axis, and
 tests/train/balance/test_balancing.py water-filling."""
-PUBLISHED = {
-    "gpt_oss": ("prefetched", "dynamic, in halves", "tensor, shards over expert"),
-    "deepseek": ("sharded, in halves", "merged", "halves, later rounds"),
-    "llama4": ("filled", "domain", "resident, gathered once", "tensor, halves"),
-}
+PUBLISHED = [
+    ("gpt_oss", "prefetched"), ("gpt_oss", "dynamic, in halves"),
+    ("gpt_oss", "tensor, shards over expert"),
+    ("deepseek", "sharded, in halves"), ("deepseek", "merged"),
+    ("deepseek", "halves, later rounds"),
+    ("llama4", "filled"), ("llama4", "domain"), ("llama4", "resident, gathered once"),
+    ("llama4", "tensor, halves"),
+]  # fmt: skip
 """Ways of the published families, whose steps compile in half a minute."""
-PAIRS = [
-    *(("small", way) for way in ("owned", *OFTEN)),
+ROUTERS = ("shortcut", "losses", "jitter", "recorded", "dense")
+OTHERS = [way for way in WAYS if way not in ("owned", *OFTEN)]
+CASES = [
+    *(("small", way, "float64") for way in ("owned", *OFTEN)),
     *(
-        pytest.param("small", way, marks=LONG)
-        for way in WAYS
-        if way not in ("owned", *OFTEN)
-    ),
-    *(
-        pytest.param(family, way, marks=LONG)
-        for family, ways in PUBLISHED.items()
-        for way in ways
-    ),
-    *(
-        pytest.param(family, "halves", marks=LONG)
-        for family in FAMILIES
-        if family not in ("small", *PUBLISHED)
+        pytest.param(*case, marks=LONG)
+        for case in (
+            *(("small", way, "float64") for way in OTHERS),
+            *(("small", way, "bfloat16") for way in OFTEN),
+            *((*case, "float32") for case in PUBLISHED),
+            *((family, "halves", "float32") for family in ROUTERS),
+        )
     ),
 ]
-"""Families and ways; each router is tried in halves."""
+"""Families, ways and dtypes of the computation; each router is tried in halves."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -95,12 +91,12 @@ def plans_for(case: StepCase, way: str) -> list[ExpertPlan]:
     return plans
 
 
-@pytest.mark.parametrize(("family", "way"), PAIRS)
-def test_a_step_is_the_plain_step(request, family, way):
+@pytest.mark.parametrize(("family", "way", "dtype"), CASES)
+def test_a_step_is_the_plain_step(request, family, way, dtype):
     """Loss, gradients, moments, parameters and loads agree, also for plans that no good
-    policy makes: to 1e-12 in float64, and published families in float32."""
-    is_small = family == "small"
-    dtype = request.getfixturevalue("doubles") if is_small else "float32"
+    policy makes."""
+    if dtype == "float64":
+        request.getfixturevalue("doubles")
     start, expected = plain(family, dtype)
     case = make_case(family, dtype, **WAYS[way])
     for plan in plans_for(case, way):
@@ -113,30 +109,6 @@ def test_a_step_is_the_plain_step(request, family, way):
         assert (routing.bound_l <= routing.fullest_device_l).all()
         assert (routing.fullest_device_l >= routing.rows_lw.max(axis=1)).all()
         assert (routing.dropped_l == 0).all()
-
-
-@LONG
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", [*OFTEN, "filled", "tensor", "merged"])
-def test_a_step_in_narrower_types(way, dtype):
-    start, expected = plain("small", dtype)
-    case = make_case("small", dtype, **WAYS[way])
-    for plan in plans_for(case, way):
-        check_step(one_step(case, start, plan), expected, dtype)
-
-
-@LONG
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_prefetched_copies_are_the_same_bits(dtype):
-    """Copies fetched a layer ahead equal those that the layer itself would fetch."""
-    parts = WAYS["prefetched"]
-    alone = parts | {"dispatch": parts["dispatch"] | {"prefetch": False}}
-    cases = [make_case("small", dtype, **each) for each in (parts, alone)]
-    start = warm_state_of(cases[0].model)
-    for plan in plans_for(cases[0], "prefetched"):
-        results = [one_step(case, start, plan) for case in cases]
-        pairs = zip(*map(jax.tree.leaves, results))
-        assert all(np.array_equal(a, b) for a, b in pairs)
 
 
 @LONG
@@ -156,36 +128,6 @@ def test_gradients_of_bfloat16_slots_are_summed_in_float32():
         grads = case.step(state, placement, batch)[0].opt_state[0]
         states.append(take(grads)[0])
     assert are_same_bits(*map(jax.tree.leaves, states))
-
-
-def in_one_cycle(state):
-    """Return a state of L cycles of one MoE layer as that of one cycle of L layers."""
-
-    def is_params(tree):
-        return isinstance(tree, dict) and "cycles" in tree
-
-    def convert(tree):
-        if not is_params(tree):
-            return tree
-        block = dict(tree["cycles"]["blocks"][0])
-        moe = block.pop("moe")
-        blocks = {i: jax.tree.map(operator.itemgetter([i]), block) for i in range(L)}
-        blocks[L - 1]["moe"] = moe
-        blocks = {i: block for i, block in blocks.items() if block}
-        return tree | {"cycles": {"blocks": blocks}}
-
-    return jax.tree.map(convert, state, is_leaf=is_params)
-
-
-@LONG
-@pytest.mark.parametrize("way", ["prefetched", "sharded, in halves", "filled"])
-def test_one_cycle_of_two_layers_is_two_cycles(doubles, way):
-    start, (state, metrics) = plain("small", doubles)
-    expected = in_one_cycle(state), metrics
-    parts = WAYS[way] | {"model": {"layers": ("moe",) * L, "remat": "full"}}
-    case = make_case("small", doubles, **parts)
-    for plan in plans_for(case, way):
-        check_step(one_step(case, in_one_cycle(start), plan), expected, doubles)
 
 
 def trajectory(dtype: str, ways: tuple[str, ...], num_steps: int):
@@ -217,23 +159,17 @@ def adopt(state, mover: Mover, old: tuple, new: tuple):
     return state
 
 
-@pytest.mark.parametrize(
-    ("ways", "num_steps"),
-    [
-        (("prefetched", "owned", "sharded, in halves"), 30),
-        pytest.param((*OFTEN[:4], "owned", "filled", "transient"), 140, marks=LONG),
-    ],
-)
-def test_a_trajectory_does_not_depend_on_stores_and_plans(doubles, ways, num_steps):
+def test_a_trajectory_does_not_depend_on_stores_and_plans(doubles):
     """Stores, plans and owners change every five steps; the states do not differ."""
-    runs = (trajectory(doubles, each, num_steps) for each in (ways, ()))
+    ways = ("resident, gathered once", "owned", "sharded, in halves")
+    runs = (trajectory(doubles, each, 30) for each in (ways, ()))
     for actual, expected in zip(*runs, strict=True):
         assert_close(actual, expected, factor=1e4, reason="1e-8: rounding grows")
 
 
 def test_nan_of_one_expert_stays_visible(doubles):
     """With NaN in an expert that has replicas, only counters change."""
-    case = make_case("small", doubles, **WAYS["prefetched"])
+    case = make_case("small", doubles, **WAYS["resident, gathered once"])
 
     def poisoned(path, leaf):
         if not is_expert(path):
@@ -255,25 +191,13 @@ def test_nan_of_one_expert_stays_visible(doubles):
 
 NUM_WEIGHT_EXCHANGES = {
     "owned": 0,
-    "prefetched": 4 * (L + 1),  # those of the first layer run twice
     "resident, gathered once": 4 * L,  # once for two micro-batches
-    "filled": 4 * L,
-    "transient": 6 * L,  # scatter and gather run again in the backward pass
 }
 """Number of all_to_alls of expert weights and of their gradients over expert in a step:
 scatter, gather and their transposes, in each layer."""
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "owned",
-        "prefetched",
-        "resident, gathered once",
-        pytest.param("filled", marks=LONG),
-        pytest.param("transient", marks=LONG),
-    ],
-)
+@pytest.mark.parametrize("way", NUM_WEIGHT_EXCHANGES)
 def test_expert_weights_travel_by_all_to_all_alone(doubles, way):
     """We gather or reduce no expert weights over the expert axis, and XLA's partitioner
     adds no collective of an array as large as one expert."""
@@ -303,9 +227,7 @@ def test_expert_weights_travel_by_all_to_all_alone(doubles, way):
             assert all(size < ONE_EXPERT for size in sizes), line
 
 
-@pytest.mark.parametrize(
-    "way", ["prefetched", "sharded, in halves", "dynamic, later rounds"]
-)
+@pytest.mark.parametrize("way", ["sharded, in halves", "dynamic, later rounds"])
 def test_steps_lower_for_cuda(doubles, way):
     """The lowered step has as many all_to_alls as the program."""
     traced = make_case("small", doubles, **WAYS[way]).traced

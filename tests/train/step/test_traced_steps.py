@@ -1,8 +1,6 @@
 """Laws of what a traced step contains: what travels how often, what exists once, and
 what waits for what. Nothing is compiled."""
 
-from typing import NamedTuple
-
 import pytest
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
@@ -126,38 +124,35 @@ def test_a_token_at_a_time_is_routed_whole():
     assert run.exact_layout(4, 2).tensor.schedule == "s1h"
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"model": {"remat": "full"}},
-        pytest.param(
-            {
-                "model": {"remat": "dispatch", "block": "shortcut"},
-                "moe": {"num_shared_experts": 1},
-            },
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"model": {"remat": "none"}, "dispatch": {"prefetch": True}},
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=str,
-)
-def test_nothing_joins_the_halves(parts):
-    """In the loops over layers, forward and backward, the activations or gradients of
-    each half depend on that half alone, and so does every exchange of rows. So nothing
-    that a half computes waits for the other half."""
-    moe = parts.get("moe", {}) | {"halves": True}
-    loops = find_loops(trace(**parts | {"moe": moe}))
-    assert len(loops) == 2, "one forward, one backward"
-    again = 2 if parts["model"]["remat"] == "full" else 0
-    for loop, num_exchanges in zip(loops, (2, 2 + again)):
-        assert loop.results == [{0}, {1}]
-        of_rows = [sources for sources in loop.exchanges if sources]
-        assert all(len(sources) == 1 for sources in of_rows)
-        for half in range(2):
-            assert of_rows.count(frozenset({half})) == num_exchanges
+def test_nothing_joins_the_halves():
+    """In the loops over layers, forward and backward, the activations or gradients that
+    leave an iteration depend on those of the same half alone that enter it, and so does
+    every exchange of rows. So nothing that a half computes waits for the other half."""
+    jaxpr = trace(model={"remat": "full"}, moe={"halves": True})
+    scans = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan"]
+    num_loops = 0
+    for scan in scans:
+        body, (first, last) = scan.params["jaxpr"].jaxpr, carried(scan)
+        halves = activations(body.invars[first:last])
+        if len(halves) != 2:
+            continue
+        num_loops += 1
+        assert halves == activations(body.outvars[: last - first])
+        sources, exchanges = [frozenset()] * len(body.invars), []
+        for half, i in enumerate(halves):
+            sources[first + i] = frozenset({half})
+        results = sources_of_outputs(body, sources, exchanges)
+        assert [results[i] for i in halves] == [{0}, {1}]
+        of_rows = [each for each in exchanges if each]
+        assert sorted(map(sorted, of_rows)) == [[0], [0], [1], [1]]
+    assert num_loops == 2, "one forward, one backward"
+
+
+def carried(scan) -> tuple[int, int]:
+    """Return the place of the first input of a scan that its iterations carry, and of
+    the first after these."""
+    consts, carry, _ = (len(list(part)) for part in scan.params["ft_in"].unpack())
+    return consts, consts + carry
 
 
 def activations(variables) -> list[int]:
@@ -166,76 +161,23 @@ def activations(variables) -> list[int]:
     return [i for i, v in enumerate(variables) if v.aval.shape == shape]
 
 
-class Loop(NamedTuple):
-    """A scan over MoE layers. Sources are the halves whose activations or gradients, as
-    they enter an iteration, a value depends on."""
-
-    results: list[frozenset]
-    """Sources of each half, as it leaves an iteration."""
-    exchanges: list[frozenset]
-    """Sources of what each exchange of rows sends."""
-
-
-def find_loops(jaxpr) -> list[Loop]:
-    """Return the loops over MoE layers of a program, in program order."""
-    loops: list[Loop] = []
-    _sources(jaxpr.jaxpr, [frozenset()] * len(jaxpr.jaxpr.invars), loops, None)
-    return loops
-
-
-def _sources(jaxpr, sources: list, loops: list, exchanges: list | None) -> list:
-    """Return the sources of each output of a jaxpr, from those of its inputs.
-
-    Outside of a loop, where `exchanges` is None, only what an iteration kept for the
-    backward pass has sources: losses depend on both halves.
-    """
+def sources_of_outputs(jaxpr, sources: list, exchanges: list) -> list:
+    """Return the halves that each output of a jaxpr depends on, from those of its
+    inputs; append those that each exchange depends on."""
     of = dict(zip(jaxpr.invars, sources)) | dict.fromkeys(jaxpr.constvars, frozenset())
     for eqn in jaxpr.eqns:
         given = [frozenset() if isinstance(v, Literal) else of[v] for v in eqn.invars]
-        union = frozenset().union(*given) if exchanges is not None else frozenset()
+        union = frozenset().union(*given)
         results = [union] * len(eqn.outvars)
-        if eqn.primitive.name == "all_to_all" and exchanges is not None:
+        if eqn.primitive.name == "all_to_all":
             exchanges.append(union)
-        if _is_loop(eqn):
-            results = _loop_results(eqn, given, loops)
-        elif eqn.primitive.name in ("while", "scan", "cond") and exchanges is not None:
-            for body in jaxprs_in_params(eqn.params):
-                inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-                _sources(inner, [union] * len(inner.invars), loops, exchanges)
-        else:
-            for body in jaxprs_in_params(eqn.params):
-                inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-                if len(inner.invars) == len(given):
-                    made = _sources(inner, given, loops, exchanges)
-                    results = made if len(made) == len(results) else results
+        is_loop = eqn.primitive.name in ("while", "scan", "cond")
+        for body in jaxprs_in_params(eqn.params):
+            inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            if is_loop:
+                sources_of_outputs(inner, [union] * len(inner.invars), exchanges)
+            elif len(inner.invars) == len(given):
+                made = sources_of_outputs(inner, given, exchanges)
+                results = made if len(made) == len(results) else results
         of |= dict(zip(eqn.outvars, results))
     return [frozenset() if isinstance(v, Literal) else of[v] for v in jaxpr.outvars]
-
-
-def _is_loop(eqn) -> bool:
-    """Return whether an equation is a scan whose iterations carry two halves."""
-    if eqn.primitive.name != "scan":
-        return False
-    first, last = _carry(eqn)
-    return len(activations(eqn.invars[first:last])) == 2
-
-
-def _carry(scan) -> tuple[int, int]:
-    """Return the place of the first input of a scan that its iterations carry, and of
-    the first after these."""
-    consts, carry, _ = (len(list(part)) for part in scan.params["ft_in"].unpack())
-    return consts, consts + carry
-
-
-def _loop_results(eqn, given: list, loops: list) -> list:
-    """Return the sources of each output of a loop, and list the loop."""
-    body, (first, last) = eqn.params["jaxpr"].jaxpr, _carry(eqn)
-    halves = activations(body.invars[first:last])
-    assert halves == activations(body.outvars[: last - first])
-    sources = [*given[:first], *[frozenset()] * (last - first), *given[last:]]
-    for number, i in enumerate(halves):
-        sources[first + i] = frozenset({number})
-    exchanges: list = []
-    results = _sources(body, sources, loops, exchanges)
-    loops.append(Loop([results[i] for i in halves], exchanges))
-    return results
