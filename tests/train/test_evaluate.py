@@ -15,7 +15,7 @@ from tests.support.close import assert_close
 from tests.support.data_files import TEXTS as DOCUMENTS
 from tests.support.data_files import write_bpe
 from tests.support.metaspace import WORDS, load_metaspace
-from tests.support.run_main import corpus, listing
+from tests.support.run_main import corpus
 from tests.support.saved_run import saved_run
 from train import evaluate
 from train.checkpoint.load import find_checkpoints, load_model
@@ -113,39 +113,19 @@ def test_held_out_text_is_what_the_run_evaluates(saved):
     np.testing.assert_array_equal(record["load_le"], expected.tokens_le)
 
 
-def test_files_without_text_are_one_line(saved, tmp_path):
-    (tmp_path / "none.md").touch()
-    with pytest.raises(ValueError, match="hold no text"):
-        measure(saved, "--files", tmp_path / "none.md")
-    with pytest.raises(ValueError, match=r"none\.txt"):
-        measure(saved, "--files", tmp_path / "none.txt")
-
-
-def test_other_held_out_text_is_refused(saved):
-    params = (f"Data.corpus = '{corpus(seed=1)}'",)
-    with pytest.raises(ValueError, match=r"trained on other data: .*sha256"):
-        measure(saved, params=params)
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "param", "match"),
     [
-        (("--batches", "0"), "--batches=0 must be at least 1"),
-        (
-            ("--batches", "1", "--files", "x"),
-            "--batches counts batches of held-out text",
-        ),
-        (("--gin_param", "Data.seq_len = 'a'"), "must be an int"),
+        (("--files", "{folder}/none.md"), "", "hold no text"),
+        (("--files", "{folder}/none.txt"), "", r"none\.txt"),
+        ((), "Data.corpus = '{other}'", r"trained on other data: .*sha256"),
     ],
 )
-def test_bad_input_is_one_line(saved, capsys, words, message):
-    before = listing(saved)
-    assert evaluate.main([str(saved), *words]) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert err.startswith("error: ")
-    assert (out, err.count("\n")) == ("", 1)
-    assert listing(saved) == before
+def test_text_that_cannot_be_evaluated_is_refused(saved, tmp_path, words, param, match):
+    (tmp_path / "none.md").touch()
+    params = [param.format(other=corpus(seed=1))] if param else []
+    with pytest.raises(ValueError, match=match):
+        measure(saved, *(word.format(folder=tmp_path) for word in words), params=params)
 
 
 def make_line(tokenizer, texts):
@@ -177,30 +157,10 @@ def test_bytes_of_files_are_those_of_the_texts(tokenizer, size, monkeypatch):
     assert evaluate.bytes_of_line(tokenizer, line) == num_bytes
 
 
-@pytest.mark.parametrize("seq_len", [5, 40])
-def test_bytes_of_windows_leave_out_characters_that_an_edge_cuts(tokenizer, seq_len):
-    """A window leaves out at most three bytes, a character that is cut at an end."""
-    line, _ = make_line(tokenizer, [WORDS, *DOCUMENTS] * 3)
-    num_windows = (line.num_tokens - 1) // seq_len
-    start_w = np.arange(num_windows) * seq_len
-    token_bt, position_bt = (
-        read(line, start_w, seq_len + 1)
-        for read in (token_streams.read_tokens, token_streams.read_positions)
-    )
-    end = int(start_w[-1]) + seq_len + 1
-    whole = token_streams.make_token_stream(
-        line.files[0].token_b[:end], line.start_d[line.start_d < end]
-    )
-    expected = evaluate.bytes_of_line(tokenizer, whole)
-    count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
-    assert abs(count - expected) <= 3 * num_windows
-    if tokenizer is TOKENIZER:
-        assert count == expected
-
-
 def test_a_window_counts_its_own_characters(tmp_path):
-    """A window counts the bytes of whole characters after its first token; characters
-    that begin before the window or end after it are left out."""
+    """A window counts the bytes of whole characters after its first token, and one for
+    each separator; characters that begin before the window or end after it are left
+    out."""
     tokenizer = load_metaspace(tmp_path)
     ids = tokenizer.encode("world the 数据 cat").tolist()
     for first, stop, text in (
@@ -218,8 +178,12 @@ def test_a_window_counts_its_own_characters(tmp_path):
         rows = np.array([ids[first:stop]]), np.arange(1, stop - first + 1)[None]
         count = evaluate.bytes_of_rows(tokenizer, Windows(*rows))
         assert count == len(text.encode()), (first, stop)
-
-
-def test_shades_stand_for_shares_of_the_mean():
-    (line,) = held_out.format_expert_loads(np.array([[0, 10, 20, 30, 40]]))
-    assert line == "  layer  0 | :+#@|  min 0.00  max 2.00"
+    line, num_bytes = make_line(tokenizer, ["world the cat", "数据", ""])
+    width = line.num_tokens
+    rows = (
+        read(line, np.zeros(1, int), width)
+        for read in (token_streams.read_tokens, token_streams.read_positions)
+    )
+    assert evaluate.bytes_of_rows(tokenizer, Windows(*rows)) == num_bytes
+    rows = np.arange(10).reshape(2, 5), np.arange(10).reshape(2, 5)
+    assert evaluate.bytes_of_rows(TOKENIZER, Windows(*rows)) == 8

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from train import files
-from train.files import path_named, write_whole
+from train.files import write_whole
 
 
 def test_the_file_and_its_folder_are_synced_around_the_rename(tmp_path, monkeypatch):
@@ -30,18 +30,28 @@ def test_the_file_and_its_folder_are_synced_around_the_rename(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_of_a_write_names_the_file_and_leaves_the_old_one(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"device: '.*a.json'"),
+        (FileNotFoundError(errno.ENOENT, "Gone", "other"), "'other'"),
+        (KeyboardInterrupt(), "^$"),
+    ],
+)
+def test_a_write_that_fails_names_its_file_and_leaves_the_old_one(
+    tmp_path, monkeypatch, error, match
 ):
+    """An error that names a file keeps its name."""
     path = tmp_path / "a.json"
     write_whole(path, "old")
 
     def fail(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(OSError, match=r"No space left on device: '.*a.json'"):
-        write_whole(path, "new")
+    for is_shared in (False, True):
+        with pytest.raises(type(error), match=match):
+            write_whole(path, "new", is_shared=is_shared)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -61,24 +71,6 @@ def test_two_writers_of_a_shared_file_do_not_meet(tmp_path, monkeypatch):
     write_whole(path, b"first", is_shared=True)
     assert path.read_bytes() == b"first"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(descriptor):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files.os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "a.json", "text", is_shared=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_that_names_a_file_keeps_its_name(tmp_path):
-    with (
-        pytest.raises(FileNotFoundError, match=r"'.*none'"),
-        path_named("other"),
-    ):
-        (tmp_path / "none").open()
 
 
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path, monkeypatch):

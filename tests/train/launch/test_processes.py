@@ -2,6 +2,7 @@
 changes. tests/train/test_runs.py compares two processes with one.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -67,8 +68,10 @@ def test_workers_that_lose_a_process_restart_and_are_the_same_run(pair, tmp_path
     with LiveWorkers(run_dir, 2, flags=flags, of_main=["--fresh"]) as live:
         for attempt in (1, 2):
             live.wait_for_text("compiled for", attempt)
-            os.kill(live.pids()[attempt - 1], signal.SIGKILL)
-            live.wait_until(lambda: not live.pids(), "the end of all processes")
+            folders = [pathlib.Path(f"/proc/{pid}") for pid in live.pids()]
+            os.kill(int(folders[attempt - 1].name), signal.SIGKILL)
+            is_over = functools.partial(are_gone, folders)
+            live.wait_until(is_over, "the end of all processes")
         ended = live.end()
     assert ended.code == 0, ended.err
     assert ended.record["restarts"] == 2
@@ -115,6 +118,10 @@ def test_a_process_that_hangs_ends_with_stacks(tmp_path):
     logs = [path.read_text() for path in (run_dir / "logs").iterdir()]
     assert any("Timeout (0:00:10)!" in log for log in logs)
     assert "Timeout" not in text
+
+
+def are_gone(folders: list[pathlib.Path]) -> bool:
+    return not any(folder.exists() for folder in folders)
 
 
 def damage(folder: pathlib.Path) -> None:
