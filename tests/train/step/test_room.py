@@ -34,6 +34,9 @@ def test_donated_state_counts_once(compiled_step):
     assert memory.output_size_in_bytes >= 4 * NUMBERS
     rest = compiled.device_bytes(memory) - memory.temp_size_in_bytes - state_and_x
     assert 0 <= rest < 1024
+    sizes = {"argument": 8, "temp": 4, "output": 2, "alias": 1}
+    sizes = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
+    assert compiled.device_bytes(types.SimpleNamespace(**sizes)) == 13
 
 
 def test_steps_that_do_not_fit_are_refused(compiled_step, monkeypatch):
