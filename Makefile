@@ -19,7 +19,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	    "then say where it is: make $(MAKECMDGOALS) PYTHON=python3.12" % v[:2])'
 	@echo "making $(VENV) (once; about a minute)"
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(RUN) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 setup: $(VENV)/.stamp  ## the virtual environment alone (EXTRAS=train,dev,cuda13 on a GPU machine)
@@ -59,7 +59,7 @@ AOT := .aot
 $(AOT)/.stamp: constraints.txt | $(VENV)/.stamp
 	@echo "installing JAX's CUDA plugin in $(AOT) (once; 142 MB)"
 	@rm -rf $(AOT)
-	@$(RUN) -m pip install -q --disable-pip-version-check --target $(AOT) -c constraints.txt jax-cuda13-plugin
+	@$(RUN) -m pip install -q --no-compile --disable-pip-version-check --target $(AOT) -c constraints.txt jax-cuda13-plugin
 	@touch $@
 
 aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin, for tools/aot.py; needs no GPU
@@ -69,7 +69,7 @@ PEER_WHEELS := tokamax einshape immutabledict pydantic pydantic-core annotated-t
 $(PEERS)/.stamp: constraints.txt | $(VENV)/.stamp
 	@echo "installing tokamax in $(PEERS) (once; 27 MB)"
 	@rm -rf $(PEERS)
-	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(PEERS) -c constraints.txt $(PEER_WHEELS)
+	@$(RUN) -m pip install -q --no-compile --disable-pip-version-check --no-deps --target $(PEERS) -c constraints.txt $(PEER_WHEELS)
 	@touch $@
 
 peers: $(PEERS)/.stamp  ## tokamax in .peers, for tools/bench/grouped_dot.py
@@ -78,7 +78,7 @@ TRACKERS := .trackers
 $(TRACKERS)/.stamp: constraints.txt | $(VENV)/.stamp
 	@echo "installing Weights & Biases and MLflow in $(TRACKERS) (once; 215 MB)"
 	@rm -rf $(TRACKERS)
-	@$(RUN) -m pip install -q --disable-pip-version-check --target $(TRACKERS) -c constraints.txt \
+	@$(RUN) -m pip install -q --no-compile --disable-pip-version-check --target $(TRACKERS) -c constraints.txt \
 	    wandb mlflow-skinny alembic SQLAlchemy
 	@touch $@
 
