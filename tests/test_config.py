@@ -134,6 +134,8 @@ def test_minimum_values(minimum):
         (lambda: Config(mesh=Topology(tensor=4), model=Model(d_ff=30),
              moe=Moe(num_shared_experts=1, d_shared=9)),
          ["Moe.num_shared_experts * d_shared=9", "use 12, or Mesh.tensor = 1"]),
+        (lambda: Dispatch(exchange="capacity", overflow="redo"),
+         ["Dispatch.overflow='redo'", "leave Dispatch.overflow out"]),
         (lambda: Moe(d_shared=MAX_WIDTH, num_shared_experts=2**12),
          ["Moe.num_shared_experts=4096 times d_shared=1048576", "use fewer"]),
         (lambda: Config(moe=Moe(activation="clamped_swiglu"),

@@ -114,6 +114,12 @@ class Dispatch:
             self.buffer_factor > 0,
             f"Dispatch.buffer_factor={self.buffer_factor} must be > 0",
         )
+        require(
+            self.overflow is None or self.exchange == "exact",
+            f"Dispatch.overflow={self.overflow!r} says how rows beyond the buffers "
+            "travel, and Dispatch.exchange='capacity' drops them: leave "
+            "Dispatch.overflow out",
+        )
 
     @property
     def group_axes(self) -> tuple[str, ...]:
