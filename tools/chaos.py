@@ -1,12 +1,12 @@
 """Disturb real runs by faults at random moments, and check what moejax promises.
 
     python tools/chaos.py --faults 100 --seed 0
-    python tools/chaos.py --faults 12 --only 'kill,checkpoint' --processes 1 --plan
+    python tools/chaos.py --faults 12 --only 'kill,checkpoint' --processes 1
 
 Each run trains a toy model with a balancer on eight simulated devices, in one, two or
 four processes, and is hit by three to five faults: processes that die, stop or are
-terminated, full and read-only disks, damaged checkpoints, shards, caches and metrics,
-mismatched processes, and flipped bits in parameters. Then it goes on to its end, where
+terminated, full and read-only disks, damaged checkpoints, mismatched processes, and
+flipped bits in parameters. Then it goes on to its end, where
 its parameters, metrics and sample ids must be those of an undisturbed run, bit for bit,
 and nothing may be left behind. docs/reliability.md lists the promises.
 
@@ -103,12 +103,7 @@ def work(args: argparse.Namespace) -> int:
     plan = make_plan(chosen, args.faults, args.seed, counts)
     plan = [x for x in plan if args.run is None or x.number == args.run]
     if not plan:
-        raise ValueError(
-            f"--run={args.run}: the plan has no such run (--plan prints it)"
-        )
-    if args.plan:
-        print("\n".join(map(str, plan)))
-        return DONE
+        raise ValueError(f"--run={args.run}: the plan has no such run")
     start_sec = time.monotonic()
     root = pathlib.Path(out or tempfile.mkdtemp(prefix="chaos-")).resolve()
     root.mkdir(parents=True, exist_ok=True)
@@ -149,7 +144,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="number of processes of each run (default: any of these)",
     )
     add("--run", type=int, help="play only this run of the plan (default: all)")
-    add("--plan", action="store_true", help="print the plan, and play nothing")
     add(
         "--out",
         help="folder that does not exist or is empty, which keeps the logs of all runs "
@@ -255,13 +249,8 @@ def play(
     Returns a verdict on each fault that was reached, and a line for each broken
     promise. How long an answer may take is not looked at here.
     """
-    names = [fault.name for fault in scenario.faults]
-    run = workshop.new_run(
-        f"run-{scenario.number}",
-        scenario.num_processes,
-        pace_sec=PACE_SEC,
-        has_own_programs="compilation cache" in names,
-    )
+    name = f"run-{scenario.number}"
+    run = workshop.new_run(name, scenario.num_processes, PACE_SEC)
     verdicts, broken = [], []
     where = "before any fault"
     with contextlib.ExitStack() as stack:

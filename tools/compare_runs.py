@@ -196,12 +196,7 @@ def compare_checkpoints(a: dict[int, dict], b: dict[int, dict]) -> dict[str, Any
 def show(record: dict[str, dict]) -> None:
     """Print a table of what differs."""
     for part, result in record.items():
-        lines = {
-            "configuration": _configuration_lines,
-            "metrics": _metrics_lines,
-            "samples": _samples_lines,
-            "checkpoints": _checkpoint_lines,
-        }[part](result)
+        lines = LINES[part](result)
         verdict = "equal" if result["is_equal"] else "DIFFERENT"
         print(f"{part:<15} {verdict:<10} {lines[0]}")
         for line in lines[1 : MAX_SHOWN + 1]:
@@ -211,52 +206,54 @@ def show(record: dict[str, dict]) -> None:
 
 
 def _configuration_lines(result: dict) -> list[str]:
-    fields = result["fields"].items()
-    return [
-        f"{len(result['fields'])} fields differ",
-        *(f"{name}: {a!r} and {b!r}" for name, (a, b) in fields),
-    ]
+    pairs = result["fields"].items()
+    lines = [f"{name}: {a!r} and {b!r}" for name, (a, b) in pairs]
+    return [f"{len(lines)} fields differ", *lines]
 
 
 def _metrics_lines(result: dict) -> list[str]:
     head = f"{result['num_common']} lines of both runs"
-    if result["first_field"] is not None:
-        field = result["first_field"]
-        step = result["fields"][field]["first_step"]
-        head += f"; the first difference is at step {step}, in {field}"
-    lines = [head]
-    for name, steps in zip("AB", result["steps_of_one_run"]):
-        if steps:
-            lines.append(
-                f"{len(steps)} steps have lines in run {name} alone: {steps[0]} to "
-                f"{steps[-1]}"
-            )
+    if (first := result["first_field"]) is not None:
+        step = result["fields"][first]["first_step"]
+        head += f"; the first difference is at step {step}, in {first}"
+    lines = [head, *_alone(result)]
     for name, field in result["fields"].items():
         gap = field["max_difference"]
         by = "" if gap is None else f", by {gap:.3g} at most"
-        lines.append(
-            f"{name}: {field['count']} lines from step {field['first_step']} on{by}"
-        )
+        line = f"{name}: {field['count']} lines from step {field['first_step']} on{by}"
+        lines.append(line)
     return lines
 
 
 def _samples_lines(result: dict) -> list[str]:
-    if result["steps"] is None:
+    if (steps := result["steps"]) is None:
         return ["not logged by both runs (Data.log_samples)"]
-    steps = result["steps"]
     first = f"; {len(steps)} differ, step {steps[0]} first" if steps else ""
     return [f"{result['num_common']} steps of both runs{first}"]
 
 
 def _checkpoint_lines(result: dict) -> list[str]:
     steps = ", ".join(map(str, result["steps"])) or "none"
-    lines = [f"steps of both runs: {steps}"]
-    for name, only in zip("AB", result["steps_of_one_run"]):
-        if only:
-            lines.append(f"in run {name} alone: {', '.join(map(str, only))}")
-    for step, names in result["leaves"].items():
-        lines += [f"step {step}: {name}" for name in names]
-    return lines
+    leaves = result["leaves"].items()
+    lines = [f"step {step}: {name}" for step, names in leaves for name in names]
+    return [f"steps of both runs: {steps}", *_alone(result), *lines]
+
+
+def _alone(result: dict) -> list[str]:
+    """Return a line for each run that has steps which the other one has not."""
+    return [
+        f"steps of run {name} alone: {len(steps)}, {steps[0]} to {steps[-1]}"
+        for name, steps in zip("AB", result["steps_of_one_run"])
+        if steps
+    ]
+
+
+LINES = {
+    "configuration": _configuration_lines,
+    "metrics": _metrics_lines,
+    "samples": _samples_lines,
+    "checkpoints": _checkpoint_lines,
+}
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[dict]:

@@ -7,8 +7,8 @@
 Parts run one after another, the most valuable first, each in processes of its own with
 a time limit. What a part finds is in a file as soon as it is known. The report,
 report.txt and report.json in the folder --out, is written again after each part, and
-after SIGTERM or SIGINT. A second call runs what is missing, and what depends on a
-source file that has changed since.
+after SIGTERM or SIGINT. A second call runs what is missing, and the parts of --again;
+on another device, or with other libraries, all of them.
 
 docs/gpu.md explains the report. Exit codes: 0 every part has ended, 1 something is
 wrong, 2 bad input or no GPU, 75 the time is up and parts are left.
@@ -17,7 +17,6 @@ wrong, 2 bad input or no GPU, 75 the time is up and parts are left.
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,15 +36,12 @@ sys.path[0] = str(ROOT)
 # These import the standard library alone, as this file does: others may have to be
 # installed first.
 from tools.gpu import table  # noqa: E402
-from tools.gpu.sources import longest_prefix, read_modules  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.files import write_whole  # noqa: E402
 
 DONE, WRONG, BAD_INPUT, LEFT = 0, 1, 2, 75
 MARGIN_SEC = 10.0
 """Time that is kept for the report at the end."""
-PLANTED_SEC = 5.0
-"""Limit on a part whose hang is planted."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 KEPT = ROOT / "gpu"
 """Default folder of the results. Where the variable OUT names another folder, results
@@ -55,25 +51,12 @@ WORK = pathlib.Path(tempfile.gettempdir(), f"moejax-gpu-{os.getuid()}")
 PASSES = ("forward", "dgrad", "wgrad")
 PEERS = "ragged_dot,tokamax_mosaic,torch,dense"
 
-HOPPER = "moejax.kernels.grouped_dot.hopper"
-MOVES = ("take", "weighted_sum", "combine_backward")
-FP8 = ("fp8_forward", "fp8_dgrad")
-OF_ROWS = ("forward", "dgrad", "swiglu", "swiglu_dgrad", *FP8)
-OWNERS = {
-    "moejax.kernels.grouped_dot": (*OF_ROWS, "wgrad"),
-    f"{HOPPER}.rows_kernel": OF_ROWS,
-    f"{HOPPER}.fp8_kernel": FP8,
-    f"{HOPPER}.wgrad_kernel": ("wgrad",),
-    "moejax.kernels.permute": MOVES,
-    "moejax.kernels.attention": ("attention",),
-    "moejax.kernels.water_fill": ("water_fill",),
-}
-"""Kernels that run the code of a module, or of a folder; those of the longest name
-count. All kernels run the other modules that moejax.kernels.cases imports."""
-KERNELS = tuple(dict.fromkeys(name for names in OWNERS.values() for name in names))
-KERNEL_TESTS = (
-    "tests/kernels/test_cases.py", "tests/support/on_gpu.py", "tests/conftest.py",
+KERNELS = (
+    "forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad", "fp8_forward", "fp8_dgrad",
+    "take", "weighted_sum", "combine_backward", "attention", "water_fill",
 )  # fmt: skip
+"""Kernels of moejax.kernels.cases, which may not be imported here."""
+KERNEL_TESTS = "tests/kernels/test_cases.py"
 
 WHEELS = (
     "gin-config", "grain", "array_record", "portpicker", "nest-asyncio2", "ptyprocess",
@@ -98,10 +81,6 @@ class Part(NamedTuple):
     limit_sec: float
     min_sec: float
     """With fewer seconds left it does not start."""
-    roots: tuple[str, ...]
-    """Modules whose code it runs, with all that they import."""
-    files: tuple[str, ...] = ()
-    """Other files that it reads."""
     codes: tuple[int, ...] = (0,)
     """Exit codes with which it has ended."""
 
@@ -114,39 +93,37 @@ PARTS = (
         "machine",
         f"{MEASURE} machine --out {{file}}",
         f"{MEASURE} machine --dry --out {{file}}",
-        60, 10, ("tools.gpu.measure",),
+        60, 10,
     ),
     Part(
         "kernels",
-        f"-m pytest --gpu {KERNEL_TESTS[0]} --gpu-out {{file}}",
-        f"-m pytest --gpu --interpret {KERNEL_TESTS[0]} --gpu-out {{file}}",
-        130, 40, (), codes=(0, 1, 5),  # 1: a case is not right; 5: none is left
+        f"-m pytest --gpu {KERNEL_TESTS} --gpu-out {{file}}",
+        f"-m pytest --gpu --interpret {KERNEL_TESTS} --gpu-out {{file}}",
+        130, 40, (0, 1, 5),  # 1: a case is not right; 5: none is left
     ),
     Part(
         "olmoe",
         f"{PRODUCTS} --device gpu --shapes olmoe_1b_7b --impls {{ours}}{PEERS} "
         f"--repeats 5 {ROWS}",
-        TOY_ROWS, 110, 40, ("tools.bench.grouped_dot",),
+        TOY_ROWS, 110, 40,
     ),
     Part(
         "train",
         f"{MEASURE} train --gin_file=tools/gpu/olmoe.gin --out {{file}}",
         f"{MEASURE} train --gin_file=tools/gpu/dry.gin --steps 2 --out {{file}}",
-        150, 60, ("tools.gpu.measure",),
-        ("tools/gpu/olmoe.gin", "configs/olmoe_1b_7b.gin", "tools/gpu/dry.gin"),
+        150, 60,
     ),
     Part(
         "trainer",
         f"{MEASURE} trainer --gin_file=tools/gpu/trainer.gin --out {{file}}",
         f"{MEASURE} trainer --gin_file=tools/gpu/dry.gin --out {{file}}",
-        240, 90, ("train.main", "tools.gpu.measure"),
-        ("tools/gpu/trainer.gin", "tools/gpu/olmoe.gin", "configs/olmoe_1b_7b.gin"),
+        240, 90,
     ),
     Part(
         "qwen3",
         f"{PRODUCTS} --device gpu --shapes qwen3_30b_a3b --impls {{ours}}{PEERS} "
         f"--repeats 5 {ROWS}",
-        TOY_ROWS, 100, 40, ("tools.bench.grouped_dot",),
+        TOY_ROWS, 100, 40,
     ),
     Part(
         "layer",
@@ -154,14 +131,14 @@ PARTS = (
         "--f 1024 --repeats 3 --out {file}",
         "tools/bench/moe_layer.py --devices 1 --tokens 256 --experts 8 --top_k 2 "
         "--d 64 --f 64 --repeats 1 --out {file}",
-        140, 40, ("tools.bench.moe_layer",),
+        140, 40,
     ),
     Part(
         "tuning",
         "tools/tune_kernels.py --layer --shapes olmoe_1b_7b --limit_sec {sec} "
         "--out {tuned} --json",
         "",
-        400, 60, ("tools.tune_kernels",),
+        400, 60,
     ),
 )  # fmt: skip
 """All parts in their order. A dry run has no tuning, which needs a Hopper GPU."""
@@ -175,12 +152,13 @@ class Run:
     is_kept: bool
     """Whether results are copied to KEPT."""
     is_dry: bool
-    plants: tuple[str, ...]
     end_sec: float
     """Value of time.monotonic() at which the last part must have ended."""
     parts: dict[str, dict[str, Any]]
-    """Digest, state, seconds and reason of each part that was begun, by its name. The
-    state is 'ended', 'cut', 'failed', or 'old' if what it depends on has changed."""
+    """Device, commit, state, seconds and reason of each part that was begun, by its
+    name. The state is 'ended', 'cut' or 'failed'."""
+    again: tuple[str, ...] = ()
+    """Names of the parts that run though they have ended."""
     why_left: str = "not reached"
     """Reason why other parts did not run."""
 
@@ -248,11 +226,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         " nothing",
     )
     add(
-        "--plant",
-        action="append",
-        default=[],
-        help="a fault, to see what happens: wrong:KERNEL, sticky:KERNEL, hang:KERNEL or"
-        " hang:PART; may be repeated",
+        "--again",
+        default="",
+        metavar="PARTS",
+        help="parts that run again, with commas between, as after an edit of what they"
+        " measure (default: none)",
     )
     return parser.parse_args(argv)
 
@@ -276,11 +254,10 @@ def begin(args: argparse.Namespace) -> Run:
     ValueError or OSError."""
     if not args.minutes > 0:
         raise ValueError(f"--minutes={args.minutes:g} must be above 0")
-    known = [f"{fault}:{k}" for fault in ("wrong", "sticky", "hang") for k in KERNELS]
-    known += [f"hang:{part.name}" for part in PARTS]
-    for plant in args.plant:
-        if plant not in known:
-            raise ValueError(f"--plant={plant} must be one of {', '.join(known)}")
+    again, known = tuple(filter(None, args.again.split(","))), [x.name for x in PARTS]
+    for name in again:
+        if name not in known:
+            raise ValueError(f"--again: {name!r} must be one of {', '.join(known)}")
     end_sec = time.monotonic() + 60 * args.minutes - MARGIN_SEC
     usual = WORK / "dry" if args.dry else pathlib.Path(os.environ.get("OUT", KEPT))
     out = args.out or usual
@@ -292,7 +269,7 @@ def begin(args: argparse.Namespace) -> Run:
         shutil.copytree(KEPT, out, dirs_exist_ok=True)
     install(args.wheels, WORK / "site")
     parts = json.loads(state.read_text()) if state.exists() else {}
-    return Run(out.resolve(), is_kept, args.dry, tuple(args.plant), end_sec, parts)
+    return Run(out.resolve(), is_kept, args.dry, end_sec, parts, again)
 
 
 def install(wheels: pathlib.Path, site: pathlib.Path) -> None:
@@ -336,34 +313,31 @@ def play(run: Run) -> None:
     that failed come last. Without results of the first part, none runs."""
     machine, *others = PARTS
     forget(run.out, machine.name)
-    run_part(run, machine, words_of(run, machine), "", run.limit_sec(machine))
+    run_part(run, machine, words_of(run, machine), run.limit_sec(machine))
     if not results(run.out, machine.name):
         return
-    modules = read_modules(ROOT)
-    tried = {n for n, own in run.parts.items() if own["state"] in ("cut", "failed")}
+    here = about(run)
+    for part in others:
+        if run.parts.get(part.name, here).get("device") != here["device"]:
+            forget(run.out, part.name)
+            del run.parts[part.name]
+    states = {name: own["state"] for name, own in run.parts.items()}
+    tried = {name for name, state in states.items() if state in ("cut", "failed")}
     tried.discard("kernels")  # the others do without kernels that are not right
     for part in sorted(others, key=lambda part: part.name in tried):
-        words, kernels = words_of(run, part), {}
-        if not words:
-            continue
-        if part.name == "kernels":
-            kernels = {k: digest(run, [], of_kernel(k, modules)) for k in KERNELS}
-            key = digest(run, [*words, *kernels.values()], [])
-        else:
-            paths = [modules[name].path for name in imported(part.roots, modules)]
-            key = digest(run, words, [*paths, *part.files])
-        own = run.parts.get(part.name, {"state": "left", "digest": key})
-        if own["digest"] != key:
-            own |= {"state": "old", "why": "sources, device or libraries have changed"}
-        limit_sec = run.limit_sec(part)
-        if own["state"] == "ended" or limit_sec < part.min_sec:
-            continue
-        if f"hang:{part.name}" in run.plants:
-            words, limit_sec = ["-c", "import time; time.sleep(1e6)"], PLANTED_SEC
-        if own["state"] == "old":
-            same = own.get("kernels", {}).items() & kernels.items()
-            forget(run.out, part.name, {kernel for kernel, _ in same})
-        run_part(run, part, words, key, limit_sec, kernels)
+        words, limit_sec = words_of(run, part), run.limit_sec(part)
+        is_due = part.name in run.again or states.get(part.name) != "ended"
+        if words and is_due and limit_sec >= part.min_sec:
+            if part.name in run.again:
+                forget(run.out, part.name)
+            run_part(run, part, words, limit_sec)
+
+
+def about(run: Run) -> dict[str, Any]:
+    """Return on what results depend: device and libraries, and the commit."""
+    found = results(run.out, "machine") or [{}]
+    device = [found[0].get("kind"), found[0].get("versions")]
+    return {"device": device, "commit": found[0].get("commit")}
 
 
 def words_of(run: Run, part: Part) -> list[str]:
@@ -377,36 +351,6 @@ def words_of(run: Run, part: Part) -> list[str]:
     if part.name in ("train", "trainer") and broken - {"attention"}:
         words.append("--gin_param=Dispatch.kernels = 'plain'")
     return words
-
-
-def of_kernel(kernel: str, modules: dict) -> list[pathlib.Path | str]:
-    """Return the files on which the results of a kernel's cases depend."""
-    names = imported(["moejax.kernels.cases"], modules)
-    owners = {name: OWNERS.get(longest_prefix(name, OWNERS), KERNELS) for name in names}
-    own = [modules[name].path for name in names if kernel in owners[name]]
-    return [*own, *KERNEL_TESTS]
-
-
-def imported(roots: Iterable[str], modules: dict) -> set[str]:
-    """Return the names of these modules and of all that they import."""
-    names, todo = set(), list(roots)
-    while todo:
-        name = todo.pop()
-        if name in modules and name not in names:
-            names.add(name)
-            todo += [*modules[name].imports, name.rpartition(".")[0]]
-    return names
-
-
-def digest(run: Run, words: Iterable[str], paths: Iterable[pathlib.Path | str]) -> str:
-    """Return a hash of what results depend on: a command, files, faults that are
-    planted, the device and the libraries."""
-    (machine,) = results(run.out, "machine")
-    about = [machine["kind"], machine["versions"], run.is_dry, run.plants, list(words)]
-    sha = hashlib.sha256(json.dumps(about).encode())
-    for path in sorted({ROOT / path for path in paths}):
-        sha.update(str(path).encode() + path.read_bytes())
-    return sha.hexdigest()[:16]
 
 
 def files_of(out: pathlib.Path, name: str) -> list[pathlib.Path]:
@@ -430,29 +374,18 @@ def results(out: pathlib.Path, name: str) -> list[dict]:
     return [record for record in found if isinstance(record, dict)]
 
 
-def forget(out: pathlib.Path, name: str, kernels: Iterable[str] = ()) -> None:
-    """Delete the results of a part, except those of some kernels."""
-    lines = [own for own in results(out, name) if own.get("kernel") in kernels]
+def forget(out: pathlib.Path, name: str) -> None:
+    """Delete the results of a part."""
     for path in files_of(out, name):
         path.unlink()
-    if lines:
-        text = "\n".join(map(json.dumps, lines))
-        (out / f"{name}-1.json").write_text(text)
 
 
-def run_part(
-    run: Run,
-    part: Part,
-    words: list[str],
-    key: str,
-    limit_sec: float,
-    kernels: dict[str, str] | None = None,
-) -> None:
+def run_part(run: Run, part: Part, words: list[str], limit_sec: float) -> None:
     """Run the program of a part, and kill it with all its children after `limit_sec`.
     Until it has ended its state is 'cut'."""
     print(f"{part.name:8} at most {limit_sec:.0f} s", flush=True)
-    own = {"digest": key, "state": "cut", "sec": 0.0, "why": "killed with its parent"}
-    run.parts[part.name] = own | ({"kernels": kernels} if kernels else {})
+    own = about(run) | {"state": "cut", "sec": 0.0, "why": "killed with its parent"}
+    run.parts[part.name] = own
     report(run)
     known = results(run.out, part.name)
     passes = [p for p in PASSES if p not in {row.get("pass") for row in known}]
@@ -478,7 +411,6 @@ def run_part(
         ended = {"why": str(stopped)}
         raise
     finally:
-        own = run.parts[part.name]
         own |= ended | {"sec": round(time.monotonic() - begin_sec, 1)}
         report(run)
         line = f"{part.name:8} {own['state']}, {own['sec']:.0f} s; {own['why']}"
@@ -498,9 +430,6 @@ def environ(run: Run) -> dict[str, str]:
     if run.is_dry:
         variables |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         variables["GLIBC_TUNABLES"] = ""  # no program starts again for huge pages
-    for plant in run.plants:
-        if plant.partition(":")[2] in KERNELS:
-            variables["MOEJAX_PLANT"] = plant
     return os.environ | variables
 
 
@@ -555,12 +484,16 @@ def report(run: Run) -> dict[str, Any]:
     left = {"state": "left", "sec": 0.0, "why": run.why_left}
     here = [part.name for part in PARTS if part.dry or not run.is_dry]
     states = {name: run.parts.get(name, left) for name in here}
+    for name, own in states.items():
+        if name != "machine" and own.get("commit") not in (None, about(run)["commit"]):
+            why = f"at commit {own['commit']}; {own['why']}".removesuffix("; ")
+            states[name] = own | {"why": why}
     predictions = json.loads((ROOT / "tools/gpu/predictions.json").read_text())
     predicted = (
         predictions.get(found["machine"][0]["kind"], {}) if found["machine"] else {}
     )
     rows = table.rows(found, states, predicted, KERNELS)
-    missing = [n for n in here if states[n]["state"] in ("left", "cut", "old")]
+    missing = [n for n in here if states[n]["state"] in ("left", "cut")]
     result = {
         "is_dry": run.is_dry,
         "parts": states,

@@ -12,7 +12,7 @@ The default tiles come first. A sample of their results must equal the definitio
 float64, and all results of other tiles must equal theirs. Then all sizes of a tile are
 tried, likely ones first, and tiles that differ from the fastest in one setting, until
 none is faster. The fastest are stored in moejax/kernels/tuned/<device>.json after every
-bucket. A run skips the buckets that the file has, unless --again is given. The
+bucket. A run skips the buckets that the file has: delete it to measure again. The
 remaining buckets share the remaining time evenly. A bucket whose search was cut off is
 marked `is_whole: false`.
 
@@ -107,7 +107,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layer", action="store_true", help="tune the products of a layer in training")
     add_gin_flags(parser, default="none: --shapes are tuned")
     add("--limit_sec", type=float, default=300, help="limit of the search, in seconds")
-    add("--again", action="store_true", help="also measure buckets that the file has")
     add(
         "--out",
         type=pathlib.Path,
@@ -127,7 +126,7 @@ def work(args: argparse.Namespace) -> int:
         buckets = layer_buckets(args.gin_file, args.gin_param, kind)
     buckets = [bucket for bucket in buckets if bucket.which in passes]
     path = args.out or device_file.path_of(kind)
-    summary = tune(buckets, kind, path, args.limit_sec, is_again=args.again)
+    summary = tune(buckets, kind, path, args.limit_sec)
     emit(summary, args.json)
     return CRASHED if summary["failed"] else DONE
 
@@ -186,19 +185,12 @@ def layer_buckets(files: list, params: list, kind: str) -> Iterator[Bucket]:
 
 
 def tune(
-    buckets: Sequence[Bucket],
-    kind: str,
-    path: pathlib.Path,
-    limit_sec: float,
-    *,
-    is_again: bool,
+    buckets: Sequence[Bucket], kind: str, path: pathlib.Path, limit_sec: float
 ) -> dict:
     """Search one bucket after another, store the tiles of each, and return a
     summary."""
     record = device_file.load(path, kind)
-    todo = {bucket.key: bucket for bucket in buckets}
-    if not is_again:
-        todo = {key: b for key, b in todo.items() if key not in record["tiles"]}
+    todo = {x.key: x for x in buckets if x.key not in record["tiles"]}
     print(f"{kind}: {len(todo)} buckets for {path}", flush=True)
     rows, failed, end = [], {}, time.monotonic() + limit_sec
     with counted("tiles", "candidates") as counter:

@@ -17,7 +17,7 @@ from moejax.perf.calibration import (
     leaving_bytes,
     read_calibration,
 )
-from moejax.perf.choose_schedule import MicroBatchShape, choose, predict
+from moejax.perf.choose_schedule import MicroBatchShape, predict
 from moejax.perf.terms import Term, collective_term, make_prediction
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
@@ -57,7 +57,7 @@ def test_no_line_through_noise_has_less_relative_error():
         assert error(a * line.latency_sec, b * line.amount_per_sec) > min_error
 
 
-def test_latency_is_not_negative_and_rates_are_finite():
+def test_latency_is_not_negative_and_rates_and_r2_are_in_range():
     amount_n = np.array([1e3, 1e4, 1e5])
     bent = fit(amount_n, np.array([1e-6, 2e-5, 4e-4]))
     assert bent.latency_sec == 0
@@ -66,35 +66,24 @@ def test_latency_is_not_negative_and_rates_are_finite():
     assert falling.latency_sec == 0
     assert 0 < falling.amount_per_sec < np.inf
     assert falling.r2 <= 0
+    equal = fit(np.array([1e3, 1.6e4]), np.array([2e-5 * (1 + 1e-6), 2e-5]))
+    assert equal.r2 == RANGES["r2"][0]  # that which a calibration takes
 
 
-def test_times_that_are_all_but_equal_give_an_r2_that_a_calibration_takes():
-    amount_n = np.array([1e3, 1.6e4])
-    line = fit(amount_n, np.array([2e-5 * (1 + 1e-6), 2e-5]))
-    assert line.latency_sec == 0  # the best line falls
-    assert line.r2 == RANGES["r2"][0]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return axes.make_mesh(Topology(data=2, expert=4))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_a_program_runs_its_collective(mesh, name):
+def test_a_program_runs_its_collective():
     """The collective is in the compiled loop, so XLA has not removed it."""
-    sweep = collective_times.Sweep((name,), (64,))
+    mesh = axes.make_mesh(Topology(expert=4), jax.devices()[:4])
+    sweep = collective_times.Sweep(tuple(OPS), (64,))
     programs = collective_times.collective_programs(mesh, "float32", sweep)
-    axes = ("data", "expert", "data_expert")
-    assert [program.line for program in programs] == [(name, a) for a in axes]
-    for program, w in zip(programs, (2, 4, 8), strict=True):
-        sent = {"all_reduce": 2 * (w - 1) / w, "ppermute": 1}.get(name, (w - 1) / w)
-        assert program.amount == sent * 64 * 4
+    assert [program.line for program in programs] == [(x, "expert") for x in OPS]
     for program in programs:
+        name, _ = program.line
+        sent = {"all_reduce": 2 * 3 / 4, "ppermute": 1}.get(name, 3 / 4)
+        assert program.amount == sent * 64 * 4
         text = program.run.as_text()
         assert "while" in text
         assert OPS[name] in text
-    (sec,) = collective_times.measure_sec(programs[2:], turns=1)
+    (sec,) = collective_times.measure_sec(programs[-1:], turns=1)
     assert sec > 0
 
 
@@ -115,19 +104,19 @@ def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
     sweep = dataclasses.replace(collective_times.SWEEP, elements=(2**8, 2**12))
     monkeypatch.setattr(collective_times, "SWEEP", sweep)
+    monkeypatch.setattr(collective_times, "SHARES_OF_ROWS", (1, 4))
     path = tmp_path / "calibration.json"
-    words = ["--mesh=data=2,expert=4", "--turns=2", f"--out={path}", "--json"]
-    small = "--gin_param=Data.seq_len = 16"
-    assert calibrate.main([*words, small]) == 0
+    words = ["--mesh=expert=8", "--turns=2", f"--out={path}", "--json"]
+    small = {"Data.seq_len": 16, "Model.d_model": 32, "Moe.d_expert": 32}
+    words += [f"--gin_param={name} = {size}" for name, size in small.items()]
+    assert calibrate.main(words) == 0
     out = capfd.readouterr().out
     calibration = read_calibration(path)
-    assert calibration.mesh == {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
-    assert calibration.device_kind == jax.devices()[0].device_kind
+    assert calibration.mesh == {"dc": 1, "data": 1, "expert": 8, "tensor": 1}
     assert set(calibration.collectives) == set(OPS)
     for lines in calibration.collectives.values():
-        assert set(lines) == {"data", "expert", "data_expert"}
+        assert set(lines) == {"expert"}
     assert calibration.flops_per_sec > 0
-    assert "all_to_all      expert" in out
     assert json.loads(out.splitlines()[-1])["flops_per_sec"] == (
         calibration.flops_per_sec
     )
@@ -214,22 +203,6 @@ def cluster_b(tensor: int, shards: int) -> Calibration:
     return Calibration("2080", mesh, "float32", collectives, 1e13, 1.0, 0.0, "never")
 
 
-def grid(tensor: int, shards: int) -> list[MicroBatchShape]:
-    """Return 324 layers, a quarter of the paper's count of 1296. The paper does not say
-    which layers it used."""
-    return [
-        MicroBatchShape(batch * seq, d, times * d, 32, k, factor, 4, tensor, shards,
-              {"expert": 32 // tensor}, is_training=False)
-        for batch, seq, d, times, factor, k in itertools.product(
-            (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4),
-            (1, 2),
-        )
-    ]  # fmt: skip
-
-
-SPLITS = [(2, 2), (2, 4), (4, 4), (4, 2)]
-
-
 def equations(shape: MicroBatchShape) -> dict[str, float]:
     """Return the seconds of each schedule by the papers' equations: Parm's (1) to (3)
     with serial collectives, and FSMoE's order for s1h."""
@@ -248,35 +221,16 @@ def equations(shape: MicroBatchShape) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("tensor", "shards"), SPLITS[:3])
+@pytest.mark.parametrize(("tensor", "shards"), [(2, 2), (2, 4), (4, 4)])
 def test_predictions_are_the_papers_equations(tensor, shards):
     lines = cluster_b(tensor, shards)
-    for shape in grid(tensor, shards)[::7]:
+    for tokens, d, times, factor, k in itertools.product(
+        (1024, 16_384), (1024, 4096), (2, 3), (1.2, 2.4), (1, 2)
+    ):
+        shape = MicroBatchShape(
+            tokens, d, times * d, 32, k, factor, 4, tensor, shards,
+            {"expert": 32 // tensor}, is_training=False,
+        )  # fmt: skip
         want = equations(shape)
         got = {name: communication_sec(predict(shape, lines, name)) for name in want}
         assert_close(got, want)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "start_sec", "figures"),
-    [(0.0, 0.0, (2.91, 5.27, 7.69)), (1.0, 3.2e-5, (3.36, 5.97, 8.77))],
-)
-def test_the_grid_of_1296_layers(overlap, start_sec, figures):
-    """The minimum, mean and maximum of base over the better of s1 and s2, in the
-    communication of the forward pass: with serial collectives, and where s2 hides all
-    it can but one start. base is that of DeepSpeed-MoE, whose devices each send all
-    tokens; with shards < tensor ours sends a part."""
-    lines = {split: cluster_b(*split) for split in SPLITS}
-    shapes = [
-        dataclasses.replace(shape, overlap=overlap)
-        for split in SPLITS
-        for shape in grid(*split)
-    ]
-    choices = [choose(s, lines[s.tensor, s.expert_shards]) for s in shapes]
-    ratio_n = []
-    for shape, choice in zip(shapes, choices, strict=True):
-        s1, s2 = (communication_sec(choice.alternatives[name]) for name in ("s1", "s2"))
-        ratio_n.append(equations(shape)["base"] / min(s1, s2 + start_sec))
-    assert len(ratio_n) == 1296
-    summary = (np.min(ratio_n), np.mean(ratio_n), np.max(ratio_n))
-    assert summary == pytest.approx(figures, abs=0.006)

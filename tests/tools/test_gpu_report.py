@@ -1,5 +1,6 @@
 """Test tools/gpu_report.py: what it keeps of parts that are cut, what a second call
-runs, what it installs, and its table. Parts are stand-ins, but for a whole dry run."""
+runs, what it installs, and what it finds wrong. Parts are stand-ins, but for a whole
+dry run."""
 
 import contextlib
 import io
@@ -17,8 +18,7 @@ from moejax.perf import target
 from tests.support.waiting import wait_until
 from tools import gpu_report
 from tools.gpu import table
-from tools.gpu.sources import read_modules
-from tools.gpu_report import KERNELS, ROOT, Part
+from tools.gpu_report import KERNELS, PARTS, ROOT, Part
 from train.config import gin_reader
 from train.dry_run import dry_run
 
@@ -30,8 +30,10 @@ with (here / "calls").open("a") as calls:
     print(name, *rest, file=calls)
 (here / "pid").write_text(str(os.getpid()))
 if name == "machine":
-    found = [{"kind": "a GPU", "num_devices": 1, "versions": {"jax": "1"}, "commit": "",
-              "dense_tflops": 1.0, "copy_tb_per_sec": 1.0, "nvidia_smi": {}}]
+    versions = {"jax": os.environ.get("JAX", "1")}
+    found = [{"kind": "a GPU", "num_devices": 1, "versions": versions,
+              "commit": os.environ.get("COMMIT", "a"), "dense_tflops": 1.0,
+              "copy_tb_per_sec": 1.0, "nvidia_smi": {}}]
 elif name == "kernels":
     gone = {word.removeprefix("--deselect=") for word in rest}
     found = [{"id": kernel, "kernel": kernel, "implementation": "hopper", "case": "",
@@ -64,18 +66,12 @@ class Lab:
         self.folder, self.out = folder, folder / "out"
         program = folder / "stand_in.py"
         program.write_text(STAND_IN)
-        (folder / "source").write_text("1")
         last = {"olmoe": "{passes}", "qwen3": "{passes}"}
         words = {
             name: f"{program} {name} {{file}} {last.get(name, '')}".rstrip()
             for name in ("machine", "kernels", "olmoe", "qwen3")
         }
-        self.parts = [
-            Part(
-                name, own, own, 60, 0, (), (str(folder / "source"),) * (name == "olmoe")
-            )
-            for name, own in words.items()
-        ]
+        self.parts = [Part(name, own, own, 60, 0) for name, own in words.items()]
         self.args = [f"--out={self.out}", f"--wheels={folder}", "--json"]
 
     def start(self) -> subprocess.Popen:
@@ -113,52 +109,28 @@ def lab(tmp_path, monkeypatch) -> Lab:
     monkeypatch.setattr(gpu_report, "PARTS", own.parts)
     monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
     monkeypatch.setattr(gpu_report, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(gpu_report, "read_modules", lambda root: {})
-    monkeypatch.setattr(gpu_report, "of_kernel", lambda kernel, _: [tmp_path / kernel])
-    monkeypatch.setattr(gpu_report, "KERNELS", ("wgrad", "take"))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    for kernel in ("wgrad", "take"):
-        (tmp_path / kernel).write_text("1")
     return own
 
 
 ALL = ["machine", "kernels", "olmoe forward,dgrad,wgrad", "qwen3 forward,dgrad,wgrad"]
 
 
-def test_a_second_call_runs_nothing_again(lab):
+def test_a_second_call_runs_what_is_asked_for_or_was_measured_elsewhere(
+    lab, monkeypatch
+):
     assert gpu_report.main(lab.args) == 0
     assert lab.calls() == ALL
+    assert gpu_report.main([*lab.args, "--again=qwen3,kernels"]) == 0
+    assert lab.calls() == ["machine", "kernels", ALL[-1]]
+    monkeypatch.setenv("COMMIT", "b")
     assert gpu_report.main(lab.args) == 0
     assert lab.calls() == ["machine"]
+    assert lab.report()["parts"]["olmoe"]["why"] == "at commit a"
     assert len(lab.report()["found"]["olmoe"]) == 3
-
-
-def test_an_edit_repeats_what_depends_on_it(lab):
-    gpu_report.main(lab.args)
-    lab.calls()
-    (lab.folder / "source").write_text("2")
+    monkeypatch.setenv("JAX", "2")
     assert gpu_report.main(lab.args) == 0
-    assert lab.calls() == ["machine", "olmoe forward,dgrad,wgrad"]
-    (lab.folder / "wgrad").write_text("2")
-    assert gpu_report.main(lab.args) == 0
-    assert lab.calls() == ["machine", "kernels --deselect=take"]
-    assert {own["id"] for own in lab.report()["found"]["kernels"]} == {"take", "wgrad"}
-
-
-def test_without_time_the_results_of_older_sources_stay_and_are_named(lab, monkeypatch):
-    gpu_report.main(lab.args)
-    lab.calls()
-    (lab.folder / "source").write_text("2")
-    parts = [
-        own._replace(min_sec=0 if own.name == "machine" else 1e9) for own in lab.parts
-    ]
-    monkeypatch.setattr(gpu_report, "PARTS", parts)
-    assert gpu_report.main(lab.args) == 75
-    assert lab.calls() == ["machine"]
-    report = lab.report()
-    assert report["left"] == ["olmoe"]
-    assert report["parts"]["olmoe"]["state"] == "old"
-    assert len(report["found"]["olmoe"]) == 3
+    assert lab.calls() == ALL
 
 
 def test_a_hang_costs_its_part_alone(lab, monkeypatch):
@@ -248,8 +220,7 @@ def test_the_pack_has_versions_and_the_wheels_of_make_peers(tmp_path, monkeypatc
     ("flags", "match"),
     [
         (["--minutes=0"], "--minutes=0 must be above 0"),
-        (["--plant=wrong:gemm"], "--plant=wrong:gemm must be one of wrong:forward"),
-        (["--plant=wrong:train"], "--plant=wrong:train must be one of"),
+        (["--again=train,gemm"], "--again: 'gemm' must be one of machine, kernels"),
         ([], "JAX sees no GPU here, only cpu"),
     ],
 )
@@ -264,20 +235,8 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flags, match):
     assert flags or "--dry" in error
 
 
-def test_kernels_are_those_of_the_cases_and_depend_on_their_own_code():
+def test_kernels_are_those_of_the_cases():
     assert set(KERNELS) == set(IMPLEMENTATIONS)
-    modules = read_modules(ROOT)
-    files = {kernel: set(gpu_report.of_kernel(kernel, modules)) for kernel in KERNELS}
-
-    def kernels_of(path: str) -> set[str]:
-        return {own for own in KERNELS if pathlib.Path(path) in files[own]}
-
-    folder = "moejax/kernels/grouped_dot/hopper"
-    assert kernels_of(f"{folder}/wgrad_kernel.py") == {"wgrad"}
-    assert kernels_of(f"{folder}/fp8_kernel.py") == set(gpu_report.FP8)
-    assert kernels_of("moejax/kernels/permute/hopper.py") == set(gpu_report.MOVES)
-    assert kernels_of("moejax/kernels/cases.py") == set(KERNELS)
-    assert not kernels_of("train/loop.py")
 
 
 def kernel_line(kernel: str, state: str, implementation: str = "hopper") -> dict:
@@ -289,8 +248,8 @@ def kernel_line(kernel: str, state: str, implementation: str = "hopper") -> dict
 
 
 def test_kernels_that_are_not_right_are_left_out_of_later_parts(tmp_path):
-    run = gpu_report.Run(tmp_path, False, False, (), 0.0, {})
-    by_name = {part.name: part for part in gpu_report.PARTS}
+    run = gpu_report.Run(tmp_path, False, False, 0.0, {})
+    by_name = {part.name: part for part in PARTS}
 
     def words(name: str) -> str:
         return " ".join(gpu_report.words_of(run, by_name[name]))
@@ -304,64 +263,57 @@ def test_kernels_that_are_not_right_are_left_out_of_later_parts(tmp_path):
     assert "Model.attention = 'blocked'" in words("train")
 
 
-def test_a_program_that_says_what_is_wrong_has_ended(tmp_path):
-    """One that crashes, or says only an error, has failed."""
-    part, log, path = gpu_report.PARTS[2], tmp_path / "log", tmp_path / "olmoe-1.json"
-    states = {}
-    for text in ('[{"failed": "w"}]', '{"error": "bad"}', "KeyError: 1"):
-        log.write_text(f"a table\n{text}\n")
-        states[text] = gpu_report.how_it_ended(part, 1, log, path)["state"]
-    assert list(states.values()) == ["ended", "failed", "failed"]
+@pytest.mark.parametrize(
+    ("part", "code", "text", "state"),
+    [
+        ("olmoe", 1, '[{"failed": "w"}]', "ended"),
+        ("olmoe", 1, '{"error": "bad"}', "failed"),
+        ("olmoe", 1, "KeyError: 1", "failed"),
+        ("olmoe", 0, "", "ended"),
+        ("tuning", 0, '{"num_left": 2}', "cut"),
+    ],
+)
+def test_how_a_part_ended(tmp_path, part, code, text, state):
+    """A program that says what is wrong has ended; one that crashes, or says only an
+    error, has failed; tuning that has buckets left was cut."""
+    by_name, log = {own.name: own for own in PARTS}, tmp_path / "log"
+    log.write_text(f"a table\n{text}\n")
+    path = tmp_path / f"{part}-1.json"
+    assert gpu_report.how_it_ended(by_name[part], code, log, path)["state"] == state
+
+
+def trainer_run(name: str, steps: int, digest: str, failed: str = "") -> dict:
+    about = {"attention": "auto", "run": name, "steps": steps, "sec": 9.0}
+    return about | {"digest": digest, "failed": failed}
+
+
+def test_all_that_is_wrong_is_listed():
     rows = [{"pass": "wgrad", "impl": "hopper", "failed": "wrong values"}]
-    lines = table.wrong({"olmoe": rows}, {})
-    assert lines == ["olmoe: wgrad hopper: wrong values"]
-
-
-def test_tuning_that_has_buckets_left_was_cut(tmp_path):
-    part, log, path = gpu_report.PARTS[-1], tmp_path / "log", tmp_path / "tuning-1.json"
-    record = {"measured": [], "failed": {"wgrad": "wrong"}, "num_left": 2}
-    log.write_text(json.dumps(record))
-    assert gpu_report.how_it_ended(part, 0, log, path)["state"] == "cut"
-    found = {"tuning": gpu_report.results(tmp_path, "tuning")}
-    assert table.wrong(found, {}) == ["tuning: wgrad: wrong"]
-
-
-def test_predictions_stand_beside_measurements():
-    own = {
-        "num_layers": 8, "predicted_bytes": 60 * 2**30, "compiled_bytes": 61 * 2**30,
-        "kernels": {}, "compile_sec": {"compile": 30.0}, "losses": [9.0, float("nan")],
-        "tok_per_sec": 5e4, "step_msec": 300.0, "mfu": 0.2, "peak_bytes": None,
-    }  # fmt: skip
-    found = {part: [] for part in ("kernels", "olmoe")} | {"train": [own]}
-    states = {"train": {"state": "ended", "sec": 9.0, "why": ""}}
-    predicted = json.loads((ROOT / "tools/gpu/predictions.json").read_text())
-    for prediction in predicted.values():
-        rows = table.rows(found, states, prediction | {"num_layers": 8}, KERNELS)
-        text = table.draw(rows)
-        assert f"{prediction['aot']['tok_per_sec']:,.0f}" in text
-        assert f"aot {prediction['aot']['peak_gib']:.2f}, dry run 60.00" in text
-    assert table.wrong(found, states) == ["train: a loss is not finite"]
+    runs = [trainer_run("whole", 12, "aa"), trainer_run("resumed", 6, "", "code 1: D")]
+    found = {
+        "olmoe": rows,
+        "tuning": [{"failed": {"wgrad": "wrong"}}],
+        "train": [{"losses": [9.0, float("nan")]}],
+        "trainer": [{"runs": runs}],
+        "kernels": [kernel_line("take", "wrong"), kernel_line("wgrad", "right")],
+    }
+    assert table.wrong(found, {"layer": {"state": "failed", "why": "bad"}}) == [
+        "layer: bad",
+        "take hopper, wrong: a case: (at most 0.02)",
+        "olmoe: wgrad hopper: wrong values",
+        "tuning: wgrad: wrong",
+        "trainer: auto, resumed: code 1: D",
+        "train: a loss is not finite",
+    ]
 
 
 def test_runs_of_the_trainer_are_held_against_the_whole_run():
-    def run(name, steps, digest, failed=""):
-        sec = {"attention": "auto", "run": name, "steps": steps, "sec": 9.0}
-        return sec | {"digest": digest, "failed": failed}
-
-    runs = [run("whole", 12, "aa"), run("resumed", 6, "bb"), run("resumed", 12, "aa")]
-    states = {"trainer": {"state": "ended", "sec": 9.0, "why": ""}}
-
-    def text(*runs):
-        found = {"trainer": [{"runs": list(runs)}]}
-        return table.draw(table.rows(found, states, {}, KERNELS)), table.wrong(
-            found, {}
-        )
-
-    assert text(*runs)[0].count("equal to the whole run") == 1
-    shown, wrong = text(*runs[:2], run("resumed", 12, "", "code 1: Disallowed"))
-    assert "code 1: Disallowed" in shown
-    assert wrong == ["trainer: auto, resumed: code 1: Disallowed"]
-    assert "NOT the whole run's" in text(*runs[:2], run("resumed", 12, "cc"))[0]
+    whole, half = trainer_run("whole", 12, "aa"), trainer_run("resumed", 6, "bb")
+    for digest, beside in (("aa", ", equal to the whole run"), ("cc", ", NOT the")):
+        runs = [whole, half, trainer_run("resumed", 12, digest)]
+        besides = [cells[2] for cells in table.trainer({"runs": runs})]
+        assert besides[:2] == ["digest aa", "digest bb"]
+        assert besides[2].startswith(f"digest {digest}{beside}")
 
 
 @pytest.mark.parametrize("name", ["h100", "h200"])
@@ -380,8 +332,8 @@ def test_stored_predictions_are_those_of_today(name):
 @pytest.mark.slow
 def test_a_dry_run_with_a_wrong_kernel(tmp_path):
     words = [sys.executable, "tools/gpu_report.py", "--dry", "--json", "--minutes=30"]
-    words += [f"--out={tmp_path}/out", "--plant=wrong:wgrad", "--plant=hang:layer"]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    words += [f"--out={tmp_path}/out"]
+    environ = os.environ | {"TMPDIR": str(tmp_path), "MOEJAX_PLANT": "wrong:wgrad"}
     environ.pop("XLA_FLAGS")
     done = subprocess.run(
         words, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
@@ -389,6 +341,6 @@ def test_a_dry_run_with_a_wrong_kernel(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     states = {name: own["state"] for name, own in result["parts"].items()}
-    assert states == dict.fromkeys(states, "ended") | {"layer": "cut"}
+    assert states == dict.fromkeys(states, "ended")
     assert {line.split()[0] for line in result["wrong"]} == {"wgrad"}
     assert {own["kernel"] for own in result["found"]["kernels"]} == set(KERNELS)

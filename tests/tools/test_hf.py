@@ -2,20 +2,17 @@
 nothing is written."""
 
 import json
-import shlex
 import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from moejax.interop.companions import read_text_ids
-from moejax.interop.published import open_model, read_architecture
+from moejax.interop.published import open_model
 from tests.support.published_model import NUM_BYTES, write_published
 from tests.support.run_main import listing
 from tests.support.saved_run import save_run
 from tools import hf
-from train.checkpoint.load import find_checkpoints, load_model
 
 EIGHT = ("--gin_param=Mesh.expert = 8", "--gin_param=Train.num_simulated_devices = 8")
 
@@ -131,46 +128,6 @@ def test_a_tokenizer_of_the_user_is_exported(run_dir, tmp_path, capfd):
     assert kept == (copy / "hf" / "generation_config.json").read_bytes()
 
 
-def test_the_command_to_go_on_can_be_pasted(foreign, tmp_path, capfd):
-    out = tmp_path / "two words"
-    words = ["import", str(foreign[0]), "--out", str(out), *EIGHT]
-    assert hf.main([*words, "--gin_param=Data.tokenizer = 'bytes'"]) == 0
-    line = capfd.readouterr().out.splitlines()[-1]
-    pasted = shlex.split(line.removeprefix("continue it: "))
-    assert pasted[2:4] == [f"--gin_file={out}/config.gin", f"--run_dir={out}"]
-
-
-ARCHITECTURES = [
-    "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "glm4_moe",
-    "gpt_oss", "granitemoe", "llama4_text", "mixtral", "moonlight", "olmoe",
-    "olmoe_clip", "qwen2_moe", "qwen3_moe",
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_architecture_comes_back(name, published, tmp_path, capfd):
-    """Names, shapes, dtypes and values are those of the folder, read by safetensors'
-    own reader; and the configuration says the same."""
-    folder, run, out = (tmp_path / name for name in ("folder", "run", "out"))
-    shutil.copytree(published / name, folder, copy_function=shutil.copyfile)
-    folder.chmod(0o755)
-    words = ["import", folder, "--out", run, *EIGHT]
-    if not (folder / "tokenizer.json").exists():
-        words.append("--gin_param=Data.tokenizer = 'bytes'")
-    assert call(capfd, *words)[0] == 0
-    code, record, _ = call(capfd, "export", run, "--out", out)
-    assert (code, record["dtype"]) == (0, "float32")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert after[key].dtype == value.dtype
-        np.testing.assert_array_equal(after[key], value, err_msg=key)
-    before, after = map(read_architecture, (folder, out))
-    assert (before.family, before.fields) == (after.family, after.fields)
-
-
 def test_an_export_in_bfloat16_says_so(run_dir, tmp_path, capfd):
     words = ("export", run_dir, "--out", tmp_path / "out", "--dtype=bfloat16")
     assert call(capfd, *words)[1]["dtype"] == "bfloat16"
@@ -180,43 +137,24 @@ def test_an_export_in_bfloat16_says_so(run_dir, tmp_path, capfd):
 
 @pytest.mark.long
 def test_a_run_from_random_parameters_is_published_too(tmp_path, capfd):
-    """A toy run with a correction bias becomes a model of a family that has one, with
-    experts in their order, and a tokenizer of bytes."""
+    """A toy run with a correction bias becomes a model of a family that has one, with a
+    tokenizer of bytes. tests/train/test_export_of_runs.py compares parameters."""
     params = ("Router.gate_scale = 2.0", "Moe.num_shared_experts = 1")
-    saved = save_run(tmp_path / "saved", *params)
     out = tmp_path / "out"
-    code, record, err = call(capfd, "export", saved, "--out", out, "--dtype=float32")
-    assert (code, record["step"]) == (0, 7), err
-    loaded = load_model(find_checkpoints(saved))
-    ids = tmp_path / "ids.npy"
-    np.save(ids, np.arange(24, dtype=np.int64).reshape(3, 8))
-    logits = []
-    for source, flags in ((saved, ()), (out, EIGHT)):
-        path = tmp_path / f"{source.name}.npy"
-        assert (
-            call(capfd, "logits", source, "--ids", ids, "--out", path, *flags)[0] == 0
-        )
-        logits.append(np.load(path))
-    assert logits[0].shape == (3, 8, loaded.cfg.model.vocab_size)
-    assert np.abs(logits[0] - logits[1]).max() < 1e-5 * np.abs(logits[0]).max()
+    saved = save_run(tmp_path / "saved", *params)
+    code, record, err = call(capfd, "export", saved, "--out", out)
+    assert (code, record["step"], record["dtype"]) == (0, 7, "bfloat16"), err
     assert (out / "tokenizer.json").is_file()
+    assert call(capfd, "check", out)[0] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("qwen3_moe", ("--gin_param=Mesh.expert = 1",)),
-        pytest.param("deepseek_v3", EIGHT, marks=pytest.mark.long),
-        pytest.param("gpt_oss", EIGHT, marks=pytest.mark.long),
-    ],
-)
-def test_logits_are_those_of_transformers(published, name, flags, tmp_path, capfd):
-    expected = np.load(published / name / "expected.npz")
+def test_logits_are_those_of_transformers(published, tmp_path, capfd):
+    expected = np.load(published / "qwen3_moe" / "expected.npz")
     ids, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
     np.save(ids, expected["input_ids"])
-    words = ("logits", published / name, "--ids", ids, "--out", out, *flags)
-    assert call(capfd, *words)[0] == 0
+    words = ("logits", published / "qwen3_moe", "--ids", ids, "--out", out)
+    assert call(capfd, *words, "--gin_param=Mesh.expert = 1")[0] == 0
     logits_btv = np.load(out)
     assert logits_btv.dtype == np.float32
     assert np.abs(logits_btv - expected["logits"]).max() < 1e-5
@@ -224,28 +162,12 @@ def test_logits_are_those_of_transformers(published, name, flags, tmp_path, capf
 
 BAD = {
     "check: no folder": (["check", "{no}"], "has no config.json"),
-    "check: no tensors": (["check", "{run}/hf"], "has neither model.safetensors"),
-    "import: no folder": (["import", "{no}", "--out", "{new}"], "has no config.json"),
-    "import: no tensors": (
-        ["import", "{run}/hf", "--out", "{new}"], "has neither model.safetensors",
-    ),
     "import: out exists": (
         ["import", "{hf}", "--out", "{run}"], "exists and is not empty",
-    ),
-    "import: out without a folder": (
-        ["import", "{hf}", "--out", "{no}/run"], "is no folder: make it first",
     ),
     "import: a binding that disagrees": (
         ["import", "{hf}", "--out", "{new}", "--gin_param=Moe.top_k = 1"],
         "Moe.top_k = 1, and the config.json",
-    ),
-    "import: a mesh that does not fit": (
-        ["import", "{hf}", "--out", "{new}", "--gin_param=Mesh.expert = 3"],
-        "num_experts=8 must be divisible",
-    ),
-    "import: too few devices": (
-        ["import", "{hf}", "--out", "{new}", "--gin_param=Mesh.data = 16"],
-        "needs 16 devices",
     ),
     "export: no checkpoint": (
         ["export", "{empty}", "--out", "{new}"], "has no checkpoints",

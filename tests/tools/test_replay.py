@@ -12,7 +12,6 @@ from moejax.config import Balance, Config, Model, Moe
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Topology
 from moejax.resolve.speeds import load_calibration, make_cost_model
-from tests.support import cut_routing
 from tests.support.close import assert_close
 from tools import replay
 from tools.bench import expert_loads
@@ -53,36 +52,33 @@ def trace_words(path) -> list:
 
 
 def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
+    """A layer takes its products thrice, and four exchanges."""
     path = write(tmp_path / "a.npz", layer=np.array([3, 9]))
     record = run_replay(capsys, *trace_words(path), "--policies", "home")
     tokens = counts().astype(float)[1:]
     device_nlw = tokens.sum(axis=2).reshape(5, 2, DEVICES, -1).sum(axis=-1)
     ratio_nl = device_nlw.max(axis=-1) / device_nlw.mean(axis=-1)
+    pair_nlww = tokens.reshape(5, 2, DEVICES, DEVICES, -1).sum(axis=-1)
+    others_nlww = pair_nlww * (1 - np.eye(DEVICES))
+    sent_nl, taken_nl = (others_nlww.sum(axis=x).max(axis=-1) for x in (3, 2))
+    products_nl = device_nlw.max(axis=-1) * NOTES.flops_per_row / NOTES.flops_per_sec
+    rows_nl = np.maximum(sent_nl, taken_nl)
+    exchange_nl = rows_nl * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    msec_nl = 1e3 * (3 * products_nl + 4 * exchange_nl)
     home = record["policies"]["home"]
     assert set(home) == {"3", "9", "all"}
     for index, name in enumerate(("3", "9")):
         assert set(home[name]) == FIELDS
-        ratio_n = ratio_nl[:, index]
-        assert np.isclose(home[name]["device_max_over_mean_p50"], np.median(ratio_n))
-        assert np.isclose(
-            home[name]["device_max_over_mean_p90"], np.percentile(ratio_n, 90)
-        )
-        assert np.isclose(home[name]["device_max_over_mean_max"], ratio_n.max())
+        ratio_n, msec_n = ratio_nl[:, index], msec_nl[:, index]
+        for field, expected in (
+            ("device_max_over_mean_p50", np.median(ratio_n)),
+            ("device_max_over_mean_p90", np.percentile(ratio_n, 90)),
+            ("device_max_over_mean_max", ratio_n.max()),
+            ("modelled_layer_msec", np.median(msec_n)),
+        ):
+            assert np.isclose(home[name][field], expected), field
     assert np.isclose(home["all"]["device_max_over_mean_max"], ratio_nl.max())
     assert (home["all"]["moves"], home["all"]["speedup"]) == (0, 1)
-
-
-def test_layer_msec_of_home_is_compute_and_four_exchanges(tmp_path, capsys):
-    tokens = np.repeat(counts(1, 1), 3, axis=0)
-    path = write(tmp_path / "a.npz", tokens)
-    record = run_replay(capsys, *trace_words(path), "--policies", "home")
-    pair_ww = tokens[0, 0].astype(float).reshape(DEVICES, DEVICES, -1).sum(axis=-1)
-    others_ww = pair_ww * (1 - np.eye(DEVICES))
-    rows = max(others_ww.sum(axis=0).max(), others_ww.sum(axis=1).max())
-    compute = pair_ww.sum(axis=0).max() * NOTES.flops_per_row / NOTES.flops_per_sec
-    communication = rows * NOTES.bytes_per_row / NOTES.bytes_per_sec
-    layer_msec = record["policies"]["home"]["0"]["modelled_layer_msec"]
-    assert np.isclose(layer_msec, 1e3 * (3 * compute + 4 * communication))
 
 
 def test_all_policies_on_loads_that_stay(tmp_path, capsys):
@@ -139,18 +135,10 @@ def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
 
 def test_dynamic_split_evens_out_what_no_plan_foresaw(tmp_path, capsys):
     """Each source has 40,000 rows, so each device has as many, whatever is hot."""
-    words = [
-        *trace_words(write(tmp_path / "a.npz")),
-        "--split",
-        "dynamic",
-        "--policies",
-    ]
-    parts = run_replay(capsys, *words, "home")["policies"]["home"]
-    assert set(parts) == {"0", "1", "all"}
-    assert (
-        max(part["device_max_over_mean_max"] for part in parts.values())
-        < 1 + 1 / 40_000
-    )
+    words = [*trace_words(write(tmp_path / "a.npz")), "--split", "dynamic"]
+    parts = run_replay(capsys, *words, "--policies", "home")["policies"]["home"]
+    worst = max(part["device_max_over_mean_max"] for part in parts.values())
+    assert worst < 1 + 1 / 40_000
     assert parts["all"]["speedup"] > 1
 
 
@@ -223,23 +211,21 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
     ("words", "what"),
     [
         (["--devices=8"], "leave --devices out"),
+        (["--trace={tmp}/none.npz"], "none.npz"),
         (["--experts=16"], "has 8 experts"),
         (["--policies=flexmo"], "flexmoe"),
         (["--policies=eplb", "--slots=1"], "raise slots_per_device to at least 2"),
-        (["--policies=flexmoe", "--slots=1"], "raise slots_per_device to at least 2"),
         (["--layers=5"], "no layer '5'"),
         (["--array=counts"], "holds tokens"),
         (["--stride=0"], "--stride 0"),
-        (
-            ["--split=dynamic"],
-            "fastermoe, prophet, flexmoe, smartmoe, eplb, laer, micromoe",
-        ),
+        (["--split=dynamic"], "fastermoe, prophet, flexmoe"),
         (["--split=dynamic", "--policies=home,eplb"], "eplb would plan them too"),
         (["--calibration=none.json"], "none.json"),
     ],
 )
 def test_bad_options_are_one_line(tmp_path, capsys, words, what):
     path = write(tmp_path / "a.npz")
+    words = [word.format(tmp=tmp_path) for word in words]
     code = replay.main(["--trace", str(path), "--devices=4", "--json", *words])
     refused(code, capsys, what)
 
@@ -259,19 +245,6 @@ def test_traces_of_another_shape_are_one_line(tmp_path, capsys, tokens, what):
     path = write(tmp_path / "a.npz", tokens)
     code = replay.main(["--trace", str(path), "--devices=4", "--json"])
     refused(code, capsys, what)
-
-
-def test_missing_and_damaged_files_are_one_line(tmp_path, capsys):
-    whole = write(tmp_path / "whole.npz").read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
-    contents = {"missing": None, "text": b"not a zip file", "cut": whole[:middle]}
-    for name, content in (contents | {"flipped": flipped}).items():
-        path = tmp_path / f"{name}.npz"
-        if content is not None:
-            path.write_bytes(content)
-        code = replay.main(["--trace", str(path), "--devices=4", "--json"])
-        refused(code, capsys, path.name)
 
 
 @pytest.mark.parametrize("kind", ["zip:1", "one_hot:2", "zipf:x", "burst:1.5"])
@@ -302,36 +275,6 @@ def test_program_runs_from_anywhere_without_jax(repo, tmp_path):
     assert run.returncode == 0, run.stderr
     assert "layer 1" in run.stdout
     assert all(name in run.stdout for name in POLICIES)
-
-
-def test_policies_even_out_a_recorded_run(capsys):
-    """The run is a GPT of 24 MoE layers without a balancing loss: 16 devices, 32
-    experts."""
-    words = ["--trace", cut_routing.PATH, "--stride", "2"]
-    three = run_replay(capsys, *words)["policies"]
-    four = run_replay(capsys, *words, "--slots", 4, "--policies", "eplb")["policies"]
-    limits = {"fastermoe": 2.3, "prophet": 2.3, "flexmoe": 1.5, "eplb": 1.5}
-    for layer in three["home"]:
-        ratios = {
-            name: three[name][layer]["device_max_over_mean_p50"] for name in three
-        }
-        assert 3.8 < ratios["home"] < 8.8, layer
-        for name, limit in limits.items():
-            assert ratios[name] <= limit, (name, layer)
-        assert four["eplb"][layer]["device_max_over_mean_p50"] <= 1.2, layer
-        msec = {name: three[name][layer]["modelled_layer_msec"] for name in three}
-        assert msec["prophet"] <= msec["fastermoe"], layer
-
-
-def test_dynamic_replication_evens_out_every_recorded_sample(capsys):
-    """This includes the samples in which another expert becomes hot. The mean of the
-    devices is a whole number of rows, 16384."""
-    words = ["--trace", cut_routing.PATH, "--split", "dynamic"]
-    words += ["--policies", "home"]
-    parts = run_replay(capsys, *words, "--stride", 2)["policies"]["home"]
-    worst = max(part["device_max_over_mean_max"] for part in parts.values())
-    assert worst < 1 + 1 / 16_384
-    assert min(part["speedup"] for part in parts.values()) > 3
 
 
 def test_the_loads_and_the_sizes_of_a_run(tmp_path, capsys):

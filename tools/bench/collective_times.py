@@ -28,6 +28,8 @@ from tools.bench.timer import median_sec
 
 REPEATS = 8
 """Number of repetitions of an operation in one program."""
+SHARES_OF_ROWS = (0.5, 1, 2, 4)
+"""Numbers of rows for which experts are timed, over those of a micro-batch."""
 GROUPS = (*((axis,) for axis in AXES),
           ("dc", "expert"), ("data", "expert"), ("expert", "tensor"))  # fmt: skip
 """Mesh axes, alone or together, that collectives of the MoE layer run over."""
@@ -163,7 +165,7 @@ def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     if choose_grouped_dot(widths.dtype, align_rows, d, f).value != "hopper":
         align_rows = 1  # only the Hopper kernels need groups of whole tiles
     programs, multiple = [], groups * align_rows
-    for part in (0.5, 1, 2, 4):
+    for part in SHARES_OF_ROWS:
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import pathlib
 import random
-import shutil
 
 from moejax.perf.calibration import Calibration
 from tools.faults.run import NUM_STEPS, Broken, Place, Run, marked_pids, mounts_below
@@ -46,21 +45,6 @@ class Workshop:
     """The folder of all runs of one call of chaos, and what they share."""
 
     root: pathlib.Path
-    params: tuple[str, ...] = ()
-    """Bindings of gin for all runs, beside those of chaos.gin."""
-
-    @property
-    def shards(self) -> pathlib.Path:
-        return self.root / "shards"
-
-    @property
-    def speeds(self) -> pathlib.Path:
-        return self.root / "speeds.json"
-
-    @property
-    def programs(self) -> pathlib.Path:
-        """JAX's compilation cache, warm after the undisturbed runs."""
-        return self.root / "programs"
 
     def furnish(self) -> None:
         """Write two corpora and a calibration. Raises FileExistsError if the folder has
@@ -70,27 +54,15 @@ class Workshop:
             with text.open("x") as file:
                 file.writelines(_documents(random.Random(seed)))
             prepare([text], self.root / name, load_tokenizer("bytes"))
-        self.speeds.write_text(imaginary_speeds(MESH).to_json())
-        self.programs.mkdir()
+        speeds = self.root / "speeds.json"
+        speeds.write_text(imaginary_speeds(MESH).to_json())
+        (self.root / "programs").mkdir()
 
-    def new_run(
-        self,
-        name: str,
-        num_processes: int,
-        *,
-        pace_sec: float = 0.0,
-        has_own_programs: bool = False,
-    ) -> Run:
-        """Return a run in new folders. It has shards of its own, and if asked for a
-        copy of the compilation cache."""
-        root = self.root / name
-        programs = root / "programs" if has_own_programs else self.programs
-        place = Place(root, root / "shards", self.speeds, programs)
+    def new_run(self, name: str, num_processes: int, pace_sec: float = 0.0) -> Run:
+        """Return a run in new folders."""
+        place = Place(self.root / name)
         place.make()
-        shutil.copytree(self.shards, place.corpus)
-        if has_own_programs:
-            shutil.copytree(self.programs, programs)
-        return Run(place, num_processes, pace_sec, self.params)
+        return Run(place, num_processes, pace_sec)
 
     def undisturbed(self, num_processes: int) -> Result:
         """Run without faults, and return the result. Raises Broken if that fails."""
@@ -186,7 +158,7 @@ def expect_nothing_left(place: Place) -> None:
 def listing(place: Place) -> dict[str, str]:
     """Return the sha256 of every file in the folders that a run has nothing to write
     in; '' for a folder."""
-    paths = [*place.root.iterdir(), place.speeds]
+    paths = [*place.root.iterdir(), place.shared / "speeds.json"]
     paths += [path for folder in place.untouched() for path in folder.rglob("*")]
     return {str(path): sha256(path) if path.is_file() else "" for path in paths}
 

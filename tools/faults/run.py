@@ -44,16 +44,16 @@ class Broken(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The folders of one run. Only `disk`, `orders`, `texts`, `tmp` and the two caches
-    may change."""
+    """The folders of one run. Only `disk`, `orders`, `texts`, `tmp` and the caches may
+    change."""
 
     root: pathlib.Path
-    corpus: pathlib.Path
-    """Folder of the prepared shards, private to this run."""
-    speeds: pathlib.Path
-    """The calibration that the balancer reads."""
-    programs: pathlib.Path
-    """JAX's compilation cache."""
+
+    @property
+    def shared(self) -> pathlib.Path:
+        """The folder of all runs: two corpora, the calibration that the balancer reads,
+        and JAX's compilation cache."""
+        return self.root.parent
 
     @property
     def disk(self) -> pathlib.Path:
@@ -79,7 +79,8 @@ class Place:
 
     def untouched(self) -> list[pathlib.Path]:
         """Return the folders in which a run has nothing to write."""
-        return [self.corpus, self.root / "home", self.root / "cwd"]
+        shards = [self.shared / name for name in ("shards", "other")]
+        return [*shards, self.root / "home", self.root / "cwd"]
 
     def make(self) -> None:
         for name in ("disk", "data_cache", "orders", "texts", "home", "cwd", "tmp"):
@@ -89,16 +90,10 @@ class Place:
 class Run:
     """One run directory, and the launcher that works on it, if one does."""
 
-    def __init__(
-        self,
-        place: Place,
-        num_processes: int,
-        pace_sec: float,
-        params: tuple[str, ...] = (),
-    ) -> None:
-        """Each step waits for `pace_sec`. `params` are more bindings of gin."""
+    def __init__(self, place: Place, num_processes: int, pace_sec: float) -> None:
+        """Each step waits for `pace_sec`."""
         self.place, self.num_processes = place, num_processes
-        self._pace_sec, self._params = pace_sec, params
+        self._pace_sec = pace_sec
         self._num_starts = 0
         self._mark = 0
         self._min_step = 0
@@ -237,8 +232,9 @@ class Run:
 
     def last_step(self) -> int:
         """Return the last step in metrics.jsonl, 0 if there is none."""
-        steps = [x["step"] for x in read_lines(self.place.run_dir / "metrics.jsonl")]
-        return max(steps, default=0)
+        path = self.place.run_dir / "metrics.jsonl"
+        records = read_records(path, say=lambda _: None)  # a line may be half written
+        return max((record["step"] for record in records), default=0)
 
     def saved_steps(self) -> list[int]:
         """Return the steps of the checkpoints, the oldest first."""
@@ -301,10 +297,9 @@ class Run:
         worker = [str(ROOT / "tools" / "faults" / "worker.py"), "--json"]
         worker += [f"--gin_file={CONFIG}", f"--run_dir={place.run_dir}"]
         params = (
-            f"Data.corpus = '{place.corpus}'",
-            f"Balance.calibration = '{place.speeds}'",
+            f"Data.corpus = '{place.shared / 'shards'}'",
+            f"Balance.calibration = '{place.shared / 'speeds.json'}'",
             f"Train.num_steps = {NUM_STEPS}",
-            *self._params,
         )
         return launcher + worker + [f"--gin_param={param}" for param in params]
 
@@ -319,7 +314,7 @@ class Run:
             "HOME": str(root / "home"),
             "TMPDIR": str(root / "tmp"),
             "MOEJAX_CACHE_DIR": str(root / "data_cache"),
-            "JAX_COMPILATION_CACHE_DIR": str(self.place.programs),
+            "JAX_COMPILATION_CACHE_DIR": str(self.place.shared / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -329,12 +324,6 @@ class Run:
             PACE: str(self._pace_sec),
             PARAM: param,
         }
-
-
-def read_lines(path: pathlib.Path) -> list[dict]:
-    """Return the records of a file that a run may be writing, without a line that is
-    not whole yet."""
-    return list(read_records(path, say=lambda _: None))
 
 
 def is_running(pid: int) -> bool:

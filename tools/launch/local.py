@@ -22,7 +22,6 @@ to kill.
 
 import argparse
 import pathlib
-import shutil
 import signal
 import sys
 import time
@@ -39,11 +38,11 @@ MAX_BACKOFF_SEC = 60.0
 
 
 def main(argv: list[str]) -> int:
-    words, dashes, program = _split(argv)
-    args = parse(words)
+    at = argv.index("--") if "--" in argv else len(argv)
+    args = parse(argv[:at])
     try:
         _check(args)
-        command = _command(program, bool(dashes))
+        command = workers.make_command(argv[at + 1 :])
         exit_code, attempts = supervise(command, args)
     except (ValueError, OSError) as error:
         return refuse(error, BAD_INPUT, args.json)
@@ -164,45 +163,16 @@ def _backoff_sec(code: int, num_counted: int, first_sec: float) -> float:
     return min(first_sec * 2 ** (num_counted - 1), MAX_BACKOFF_SEC)
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Split the arguments into those before the first --, the -- itself if there is
-    one, and those after it."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at : at + 1], argv[at + 1 :]
-
-
 def _check(args: argparse.Namespace) -> None:
-    require_min = {
-        "num_processes": 1,
-        "max_restarts": 0,
-        "backoff_sec": 0,
-        "short_sec": 0,
-    }
-    require_min |= {"grace_sec": 0, "stopped_sec": 0, "stacks_sec": 0}
+    require_min = {"num_processes": 1, "max_restarts": 0}
+    for name in ("backoff", "short", "grace", "stopped", "stacks"):
+        require_min[f"{name}_sec"] = 0
     for name, minimum in require_min.items():
         value = getattr(args, name)
         if not minimum <= value < float("inf"):
             raise ValueError(
                 f"--{name}={value} must be {minimum} or more: give another value"
             )
-
-
-def _command(program: list[str], has_dashes: bool) -> list[str]:
-    if not program:
-        problem = "nothing follows it" if has_dashes else "there is no --"
-        raise ValueError(
-            f"name the program after --, as in -- train/main.py: {problem}"
-        )
-    first = program[0]
-    if first.endswith(".py"):
-        if not pathlib.Path(first).is_file():
-            raise ValueError(f"{first} is not a file: name an existing Python program")
-        return [sys.executable, *program]
-    if shutil.which(first) is None:
-        raise ValueError(
-            f"{first} is not a program on this machine: name a program, or a .py file"
-        )
-    return program
 
 
 if __name__ == "__main__":

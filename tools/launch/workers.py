@@ -12,12 +12,14 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from train.launch.cluster import (
@@ -64,6 +66,10 @@ class StopRequests:
     to_kill: bool = False
     has_enough: bool = False
     """The workers have done what they were started for, and are ended at once."""
+
+    def end(self) -> None:
+        """Let all workers be ended at once."""
+        self.has_enough = True
 
     def note(self, number: int, _frame: object) -> None:
         """Handle a signal: ask all workers to stop, or kill them on a second Ctrl-C.
@@ -188,6 +194,25 @@ def run(workers: Workers, waits: Waits, requests: StopRequests) -> Verdict:
         for reader in readers:
             reader.join(max(0.0, end_sec - time.monotonic()))
     return dataclasses.replace(verdict, are_gone=are_gone)
+
+
+def make_command(program: Sequence[str]) -> list[str]:
+    """Return the command that starts a program: one that ends in .py is run by this
+    Python. Raises ValueError for a program that does not exist."""
+    if not program:
+        raise ValueError(
+            "no program is named: give one after --, as in -- train/main.py"
+        )
+    first = program[0]
+    if first.endswith(".py"):
+        if not pathlib.Path(first).is_file():
+            raise ValueError(f"{first} is not a file: name an existing Python program")
+        return [sys.executable, *program]
+    if shutil.which(first) is None:
+        raise ValueError(
+            f"{first} is not a program on this machine: name a program, or a .py file"
+        )
+    return list(program)
 
 
 def free_port(but_not: int = 0) -> int:

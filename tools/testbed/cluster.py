@@ -13,11 +13,8 @@ import contextlib
 import dataclasses
 import math
 import os
-import pathlib
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,35 +122,38 @@ class LiveCluster:
         program: Sequence[str],
         *,
         timeout_sec: float | None = None,
-        watch: Callable[[], bool] | None = None,
         is_shown: bool = False,
     ) -> Result:
         """Run a program in every process of the cluster, until all have ended.
 
         A program that ends in .py is run by this Python. When a process fails, all
         others are ended within 3 seconds, and its exit code is the result's. After
-        timeout_sec all are ended (code 124). `watch` is called 20 times a second, in a
-        thread of its own: when it returns True, all processes are ended at once (code
-        0). With `is_shown` stdout is passed on; stderr always is. Raises ValueError for
-        a program that does not exist. After SIGINT, SIGTERM or SIGHUP raises
-        KeyboardInterrupt once all processes have ended.
+        timeout_sec all are ended (code 124). With `is_shown` stdout is passed on;
+        stderr always is. Raises ValueError for a program that does not exist. After
+        SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt once all processes have
+        ended.
         """
         lines: list[str] = []
-        requests, clock = workers.StopRequests(), _Clock(timeout_sec)
+        requests, start_sec = workers.StopRequests(), time.monotonic()
         group = self._workers(program, _listener(lines, is_shown))
         before = self.sent_bytes()
-        with handle_signals(requests.note), _run_watcher(requests, clock, watch):
-            verdict = workers.run(group, WAITS, requests)
+        timer = threading.Timer(timeout_sec or threading.TIMEOUT_MAX, requests.end)
+        timer.start()
+        try:
+            with handle_signals(requests.note):
+                verdict = workers.run(group, WAITS, requests)
+        finally:
+            timer.cancel()
         if requests.to_stop:
             raise KeyboardInterrupt
         sent = tuple(a - b for a, b in zip(self.sent_bytes(), before))
         code = verdict.exit_code
-        if clock.is_out:
+        if requests.has_enough:
             code = TIMED_OUT
             say(f"not finished after {timeout_sec:g} s: all processes were ended")
         elif code:
             say(f"{verdict.cause}: no process of this run is left")
-        wall_sec = time.monotonic() - clock.start_sec
+        wall_sec = time.monotonic() - start_sec
         return Result(code, tuple(lines), sent, self.is_shaped, wall_sec)
 
     @contextlib.contextmanager
@@ -181,7 +181,7 @@ class LiveCluster:
     def _workers(self, program: Sequence[str], listen: Callable) -> workers.Workers:
         """Return the processes that run a program on this cluster."""
         return workers.Workers(
-            make_command(program),
+            workers.make_command(program),
             self.spec.count,
             workers.free_port(),
             host=network.address(0) if self.has_namespaces else LOOPBACK,
@@ -237,7 +237,7 @@ class HeldProgram:
 
     def end(self) -> None:
         """End all processes, and return when they are gone."""
-        self._requests.has_enough = True
+        self._requests.end()
         self._thread.join()
 
     def _run(self, group: workers.Workers) -> None:
@@ -287,44 +287,6 @@ def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluste
         yield live
 
 
-@dataclasses.dataclass
-class _Clock:
-    timeout_sec: float | None
-    start_sec: float = dataclasses.field(default_factory=time.monotonic)
-    is_out: bool = False
-
-
-@contextlib.contextmanager
-def _run_watcher(
-    requests: workers.StopRequests, clock: _Clock, watch: Callable[[], bool] | None
-) -> Iterator[None]:
-    """Run a thread that asks to end the workers when `watch` returns True or raises, or
-    when the time limit is reached. The error of `watch` is raised at the end."""
-    is_over, faults = threading.Event(), []
-
-    def look() -> None:
-        limit_sec = clock.timeout_sec
-        try:
-            while not (is_over.wait(POLL_SEC) or clock.is_out):
-                passed_sec = time.monotonic() - clock.start_sec
-                clock.is_out = limit_sec is not None and passed_sec > limit_sec
-                if watch is not None and watch():
-                    break
-        except Exception as fault:
-            faults.append(fault)
-        requests.has_enough = True
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-    if faults:
-        raise faults[0]
-
-
 def _listener(
     lines: list[str], is_shown: bool
 ) -> Callable[[subprocess.Popen, int], list[threading.Thread]]:
@@ -360,22 +322,6 @@ def _keep(pipe, lines: list[str], is_shown: bool) -> None:
             except BrokenPipeError:
                 is_shown = False
                 os.kill(os.getpid(), signal.SIGTERM)  # the same as a request to stop
-
-
-def make_command(program: Sequence[str]) -> list[str]:
-    """Return the command that starts a program: one that ends in .py is run by this
-    Python. Raises ValueError for a program that does not exist."""
-    _require(bool(program), "no program is named: give one, such as train/main.py")
-    first = program[0]
-    if first.endswith(".py"):
-        is_file = pathlib.Path(first).is_file()
-        _require(is_file, f"{first} is not a file: name an existing Python program")
-        return [sys.executable, *program]
-    _require(
-        shutil.which(first) is not None,
-        f"{first} is not a program on this machine: name a program, or a .py file",
-    )
-    return list(program)
 
 
 def _require(claim: bool, message: str) -> None:

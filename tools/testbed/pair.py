@@ -9,6 +9,7 @@ Nothing of a run's time is left out but its start: swaps, relayouts, their compi
 and planning are in the blocks of the run that needs them.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import pathlib
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Sequence
 
 from tools.testbed.cluster import Cluster, LiveCluster, make_cluster
 from tools.testbed.lock import say
-from tools.testbed.trace import LAYER, bindings
-from tools.testbed.turns import Block, Run, started, take_turns
+from tools.testbed.trace import bindings
+from tools.testbed.turns import Block, Metrics, Run, take_turns
 from train.config import gin_reader
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -31,64 +32,46 @@ START_SEC, BLOCK_SEC = 1500.0, 900.0
 time of a block."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a comparison: two configurations, a cluster, and turns."""
-
-    gin_files: tuple[pathlib.Path, pathlib.Path]
-    gin_param: tuple[str, ...] = ()
-    """Bindings of both."""
-    dcs: int = 2
-    rate_mbit: float | None = 100.0
-    quota: float | None = None
-    blocks: int = 5
-    block_steps: int = 20
-    trace: pathlib.Path | None = None
-    """File of a recorded routing that both follow; None: the configurations' load."""
-    layer: int = LAYER
-
-    def __post_init__(self) -> None:
-        for name in ("blocks", "block_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name}={getattr(self, name)} must be 1 or more")
-
-
-def pair(options: Options) -> dict:
-    """Run both configurations, and return the record of their blocks.
+def pair(args: argparse.Namespace) -> dict:
+    """Run both configurations, and return the record of their blocks. `args` are those
+    of `run.py pair`.
 
     Raises ValueError for configurations that do not fit the cluster, before any runs,
     and OSError for a run that fails.
     """
-    spec = _cluster(options)
+    for name in ("blocks", "block_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)} must be 1 or more")
+    gin_files = args.a, args.b
+    spec = _cluster(gin_files, args)
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="testbed-"))
         )
-        params = [*options.gin_param]
-        if options.trace is not None:
-            params += bindings(options.trace, options.layer, folder)
-        num_steps = FIRST_STEPS + options.blocks * options.block_steps
+        params = [*args.gin_param]
+        if args.trace is not None:
+            params += bindings(args.trace, args.layer, folder)
+        num_steps = FIRST_STEPS + args.blocks * args.block_steps
         # The last step is never done: a run is ended after its last block, without the
         # evaluation and the checkpoint that stand at its end.
         params += [f"Train.num_steps = {num_steps + 1}"]
         live = stack.enter_context(make_cluster(spec))
         for side in (0, 1):
-            say(f"{options.gin_files[side]}: compiling")
-            with _first_steps(live, options.gin_files[side], params, folder, side):
+            say(f"{gin_files[side]}: compiling")
+            with _first_steps(live, gin_files[side], params, folder, side):
                 pass
         runs = [
             stack.enter_context(
-                _first_steps(live, options.gin_files[side], params, folder, side)
+                _first_steps(live, gin_files[side], params, folder, side)
             )
             for side in (0, 1)
         ]
-        live.set_quota(options.quota)
-        say(f"{options.blocks} blocks of {options.block_steps} steps each, in turns")
-        steps = (options.block_steps, options.block_steps)
-        blocks = take_turns(runs, steps, options.blocks, BLOCK_SEC)
-        has_quota = live.groups is not None and options.quota is not None
+        live.set_quota(args.quota)
+        say(f"{args.blocks} blocks of {args.block_steps} steps each, in turns")
+        blocks = take_turns(runs, args.block_steps, args.blocks, BLOCK_SEC)
+        has_quota = live.groups is not None and args.quota is not None
         return make_record(runs, blocks) | {
-            "gin_files": [str(path) for path in options.gin_files],
+            "gin_files": [str(path) for path in gin_files],
             "is_shaped": live.is_shaped,
             "has_quota": has_quota,
         }
@@ -132,19 +115,19 @@ def report(record: dict) -> list[str]:
     return lines
 
 
-def _cluster(options: Options) -> Cluster:
+def _cluster(gin_files: Sequence[pathlib.Path], args: argparse.Namespace) -> Cluster:
     """Return the cluster for the devices of both configurations, a process each."""
     numbers = []
-    for path in options.gin_files:
-        cfg = gin_reader.load([path], list(options.gin_param))
+    for path in gin_files:
+        cfg = gin_reader.load([path], list(args.gin_param))
         numbers.append(cfg.train.num_simulated_devices)
     num_devices, other = numbers
-    if num_devices != other or not num_devices or num_devices % options.dcs:
+    if num_devices != other or not num_devices or num_devices % args.dcs:
         raise ValueError(
             f"Train.num_simulated_devices is {num_devices} and {other}: it must be the "
-            f"same multiple of --dcs={options.dcs} in both, a process for each device"
+            f"same multiple of --dcs={args.dcs} in both, a process for each device"
         )
-    return Cluster(options.dcs, num_devices // options.dcs, options.rate_mbit, None)
+    return Cluster(args.dcs, num_devices // args.dcs, args.rate_mbit or None)
 
 
 @contextlib.contextmanager
@@ -162,7 +145,8 @@ def _first_steps(
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [str(ROOT / "train" / "main.py"), f"--gin_file={gin_file}"]
     command += [f"--gin_param={param}" for param in params] + [f"--run_dir={run_dir}"]
-    with started(live, run_dir.name, command, run_dir) as run:
+    with live.held(command) as program:
+        run = Run(run_dir.name, program, Metrics(run_dir / "metrics.jsonl"))
         run.advance(FIRST_STEPS, START_SEC)
         yield run
 

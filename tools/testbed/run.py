@@ -20,7 +20,6 @@ Exit codes: that of the program; 2 bad input, 3 the machine failed, 124 the time
 
 import argparse
 import contextlib
-import itertools
 import pathlib
 import statistics
 import sys
@@ -31,8 +30,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch.arguments import HelpFormatter  # noqa: E402
+from tools.launch.workers import make_command  # noqa: E402
 from tools.testbed import pair, trace  # noqa: E402
-from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
+from tools.testbed.cluster import Cluster, Result, make_cluster  # noqa: E402
 from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
@@ -189,18 +189,7 @@ def report(record: dict) -> list[str]:
 
 
 def _pair(args: argparse.Namespace) -> int:
-    options = pair.Options(
-        gin_files=(args.a, args.b),
-        gin_param=tuple(args.gin_param),
-        dcs=args.dcs,
-        rate_mbit=args.rate_mbit or None,
-        quota=args.quota,
-        blocks=args.blocks,
-        block_steps=args.block_steps,
-        trace=args.trace,
-        layer=args.layer,
-    )
-    record = pair.pair(options)
+    record = pair.pair(args)
     print("\n".join(pair.report(record)))
     emit(record, args.json)
     return DONE
@@ -229,17 +218,12 @@ def median_sec(records: Sequence[dict]) -> float:
 def find_run_dir(program: Sequence[str]) -> pathlib.Path | None:
     """Return the run directory of a train/main.py with these arguments: --run_dir, else
     runs/<name of the first gin file>. None if the arguments have neither."""
-    run_dirs = _values(program, "--run_dir")
-    if run_dirs:
-        return pathlib.Path(run_dirs[-1])
-    gin_files = _values(program, "--gin_file")
-    return pathlib.Path("runs", pathlib.Path(gin_files[0]).stem) if gin_files else None
-
-
-def _values(words: Sequence[str], flag: str) -> list[str]:
-    """Return the values of a flag, written as --flag=value or as --flag value."""
-    values = [x.partition("=")[2] for x in words if x.startswith(flag + "=")]
-    return values + [b for a, b in itertools.pairwise(words) if a == flag]
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--run_dir", type=pathlib.Path)
+    parser.add_argument("--gin_file", action="append", default=[])
+    args, _ = parser.parse_known_args(list(program))
+    stems = [pathlib.Path(path).stem for path in args.gin_file]
+    return args.run_dir or (pathlib.Path("runs", stems[0]) if stems else None)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from moejax.moe.array_file import read_npz
+from tools.bench.expert_loads import read_trace, some_layers
 from tools.testbed.lock import say
 
 LAYER = 16
@@ -19,47 +19,17 @@ def bindings(trace: pathlib.Path, layer: int, folder: pathlib.Path) -> tuple[str
     bindings that make a config follow it.
 
     If the trace does not exist, this is reported in one line and no binding is
-    returned. The config's own load then remains.
+    returned. The config's own load then remains. Raises ValueError for a file that is
+    not a recorded routing, or has no such layer or too few samples.
     """
     if not trace.exists():
         say(f"there is no {trace}: using the config's synthetic load instead")
         return ()
-    cut_layer(trace, layer, folder / "layer.npz")
+    load_tlwe = some_layers(read_trace(trace), str(layer)).load_tlwe
+    if len(load_tlwe) <= FIRST_SAMPLE:
+        raise ValueError(
+            f"{trace} has {len(load_tlwe)} samples, of which those after the first "
+            f"{FIRST_SAMPLE} are followed: name a longer one"
+        )
+    np.savez(folder / "layer.npz", tokens=load_tlwe[FIRST_SAMPLE:])
     return (f"Recorded.source = '{folder / 'layer.npz'}'",)
-
-
-def cut_layer(
-    trace: pathlib.Path, layer: int, out: pathlib.Path, first: int = FIRST_SAMPLE
-) -> np.ndarray:
-    """Write layer `layer` (its number in the model), from sample `first` on, to `out`.
-
-    Returns the layer's counts [samples, experts]. Raises ValueError for a file that is
-    not a recorded routing, or has no such layer or sample.
-    """
-    arrays = read_npz(trace, ["tokens", "layer"])
-    missing = {"tokens", "layer"} - set(arrays)
-    if missing:
-        raise ValueError(
-            f"{trace} has no array {sorted(missing)[0]!r}: name a routing with "
-            "tokens [samples, layers, .., experts] and layer [layers]"
-        )
-    tokens, layers = arrays["tokens"], arrays["layer"].tolist()
-    if tokens.ndim < 3 or arrays["layer"].shape != tokens.shape[1:2]:
-        raise ValueError(
-            f"{trace} has tokens of shape {list(tokens.shape)} and layer of shape "
-            f"{list(arrays['layer'].shape)}: they must be [samples, layers, .., "
-            "experts] and [layers]"
-        )
-    if layer not in layers:
-        raise ValueError(
-            f"{trace} has layers {layers}, not {layer}: choose one of them"
-        )
-    if not 0 <= first < len(tokens):
-        raise ValueError(
-            f"{trace} has {len(tokens)} samples: the first one used must be 0 to "
-            f"{len(tokens) - 1}, not {first}"
-        )
-    at = layers.index(layer)
-    counts = tokens[first:, at : at + 1]
-    np.savez(out, tokens=counts)
-    return counts.sum(axis=tuple(range(1, counts.ndim - 1)), dtype=np.float64)

@@ -11,13 +11,12 @@ within POLL_SEC and the time to write it; what it has then done of the next step
 missing from its next block. Sums of blocks are exact.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from tools.testbed.cluster import HeldProgram, LiveCluster
+from tools.testbed.cluster import HeldProgram
 from train.logs.record_lines import parse_line
 
 POLL_SEC = 0.005
@@ -33,9 +32,6 @@ class Block:
     first_step: int
     last_step: int
     sec: float
-    paused_sec: float
-    """Time for which the run was stopped before the block; it lies within the time of
-    the block's first step as the run itself sees it."""
 
     @property
     def num_steps(self) -> int:
@@ -86,9 +82,6 @@ class Run:
     metrics: Metrics
     goal_step: int = 0
     """Step up to which the run was let go on; it may have done one more."""
-    held_since_sec: float | None = None
-    """Value of time.monotonic() when the run was stopped; None before the first
-    time."""
 
     def advance(self, num_steps: int, limit_sec: float) -> Block:
         """Let the run do `num_steps` more steps, stop it when the last one is in its
@@ -96,7 +89,6 @@ class Run:
         the limit."""
         self.goal_step += num_steps
         first, begin_sec = self.metrics.last_step + 1, time.monotonic()
-        paused_sec = begin_sec - (self.held_since_sec or begin_sec)
         self.program.go_on()
         while self.metrics.last_step < self.goal_step:
             self.program.require_running()
@@ -108,10 +100,9 @@ class Run:
             time.sleep(POLL_SEC)
             self.metrics.read()
         self.program.hold()
-        self.held_since_sec = time.monotonic()
+        sec = time.monotonic() - begin_sec
         self.metrics.read()  # a line may have come before the processes stopped
-        sec, last = self.held_since_sec - begin_sec, self.metrics.last_step
-        return Block(self.name, first, last, sec, paused_sec)
+        return Block(self.name, first, self.metrics.last_step, sec)
 
 
 def order(num_blocks: int) -> list[int]:
@@ -123,22 +114,9 @@ def order(num_blocks: int) -> list[int]:
     return [(pair + place) % 2 for pair in range(num_blocks) for place in range(2)]
 
 
-@contextlib.contextmanager
-def started(
-    live: LiveCluster, name: str, command: Sequence[str], run_dir: pathlib.Path
-) -> Iterator[Run]:
-    """Start a training run for a `with` block, at whose end its processes are ended."""
-    metrics = Metrics(run_dir / "metrics.jsonl")
-    with live.held(command) as program:
-        yield Run(name, program, metrics)
-
-
 def take_turns(
-    runs: Sequence[Run], block_steps: Sequence[int], num_blocks: int, limit_sec: float
+    runs: Sequence[Run], block_steps: int, num_blocks: int, limit_sec: float
 ) -> list[Block]:
     """Let two runs, which are stopped, do their blocks in turns, and return them in the
-    order in which they ran. `block_steps` are the steps of a block of each run."""
-    return [
-        runs[index].advance(block_steps[index], limit_sec)
-        for index in order(num_blocks)
-    ]
+    order in which they ran."""
+    return [runs[index].advance(block_steps, limit_sec) for index in order(num_blocks)]

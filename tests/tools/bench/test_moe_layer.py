@@ -34,8 +34,6 @@ def test_all_variants_run_and_are_reported(repo):
     process = bench(repo, "--json", *TINY.split())
     assert process.returncode == 0, process.stderr
     record = json.loads(process.stdout.splitlines()[-1])
-    assert record["device"] == "cpu"
-    assert record["shape"]["devices"] == 4
     rows = {(row["impl"], row["pass"]): row for row in record["rows"]}
     assert list(rows) == [
         (variant, which) for which in ("fwd", "fwd_bwd") for variant in VARIANTS
@@ -70,7 +68,6 @@ def test_a_variant_that_does_not_fit_is_a_row_of_its_own(monkeypatch):
     ("arguments", "rule"),
     [
         ("--experts 20 --devices 8", "num_experts=20 must be divisible"),
-        ("--experts 8 --top_k 9", "top_k"),
         ("--repeats 0", "--repeats 0 must be at least 1"),
     ],
 )

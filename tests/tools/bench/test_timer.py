@@ -11,12 +11,9 @@ def test_calls_take_turns_after_one_call_each():
     calls = {name: lambda name=name: events.append(name) for name in "ab"}
     timer.median_sec(calls, 2, {"a": 2, "b": 1}, lambda _: events.append("-"))
     assert "".join(events) == "a-b-" + "b-aa-" + "aa-b-"
-
-
-def test_the_result_of_the_last_call_is_waited_for():
     waited, results = [], itertools.count()
     timer.median_sec({"a": lambda: next(results)}, 2, 3, waited.append)
-    assert waited == [0, 3, 6]
+    assert waited == [0, 3, 6]  # the result of the last call of each turn
 
 
 def test_a_time_is_the_median_of_the_mean_over_calls(monkeypatch):

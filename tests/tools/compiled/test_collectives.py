@@ -95,8 +95,7 @@ def test_a_start_that_is_updated_ends_at_its_done():
 )
 def test_a_synchronous_collective_is_known(line):
     (found,) = find(line, WRAPPED)
-    assert found.kind == "all-to-all"
-    assert not found.is_async
+    assert (found.kind, found.is_async) == ("all-to-all", False)
 
 
 def test_a_combined_collective_has_several_parts():
@@ -105,7 +104,6 @@ def test_a_combined_collective_has_several_parts():
         "%d = (bf16[8]{0}, f32[2]{0}) all-reduce-done(%s)"
     )
     assert found.parts == (Part("bf16", 16), Part("f32", 8))
-    assert found.num_bytes == 24
 
 
 def test_runs_are_the_product_of_the_trip_counts():
@@ -180,49 +178,49 @@ def test_xlas_own_copies_are_rematerialised():
     assert not other.is_remat
 
 
-def one(kind: str, elements: int, devices: int) -> collectives.Collective:
-    """Return a collective of float32 elements over `devices` devices."""
+def one(kind: str, devices: int = 4) -> collectives.Collective:
+    """Return a collective over `devices` devices, of 256 bytes where whole."""
     mesh = dict(MESH, expert=devices)
     pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
     groups = pairs if kind == "collective-permute" else f"replica_groups=[1,{devices}]"
-    text = f"%x = f32[{elements}]{{0}} {kind}(%p), {groups}<=[{devices}]"
+    text = f"%x = f32[64]{{0}} {kind}(%p), {groups}<=[{devices}]"
     (found,) = collectives.find(
-        read_program(f"%p = f32[{elements}]{{0}} parameter(0)\n{text}"), mesh
+        read_program(f"%p = f32[64]{{0}} parameter(0)\n{text}"), mesh
     )
     return found
 
 
+SLOW_INSIDE = rates(nvlink_bytes_per_sec=1.0, infiniband_bytes_per_sec=64.0)
+HALF = rates(nvlink_bytes_per_sec=64.0, filled_rows=0.5)
+
+
 @pytest.mark.parametrize(
-    ("kind", "inside", "across"),
+    ("kind", "devices", "per_node", "speeds", "sec"),
     [
-        # 256 bytes where whole, 4 devices. On one node 3/4 of it, 3 s at 64 B/s. On two
-        # nodes of two devices: all-to-all sends half of it over the device's card, 32 s
-        # at 4 B/s; the others share that half between two cards.
-        ("all-to-all", 3.0, 32.0),
-        ("all-gather", 3.0, 16.0),
-        ("reduce-scatter", 3.0, 16.0),
-        ("all-reduce", 6.0, 32.0),
-        ("collective-permute", 4.0, 64.0),
+        # On one node 3/4 of the bytes travel, 3 s at 64 B/s. On two nodes of two
+        # devices: all-to-all sends half of it over the device's card, 32 s at 4 B/s;
+        # the others share that half between two cards.
+        ("all-to-all", 4, 4, RATES, 3.0),
+        ("all-to-all", 4, 2, RATES, 32.0),
+        ("all-gather", 4, 4, RATES, 3.0),
+        ("all-gather", 4, 2, RATES, 16.0),
+        ("reduce-scatter", 4, 2, RATES, 16.0),
+        ("all-reduce", 4, 4, RATES, 6.0),
+        ("all-reduce", 4, 2, RATES, 32.0),
+        ("collective-permute", 4, 4, RATES, 4.0),
+        ("collective-permute", 4, 2, RATES, 64.0),
+        # Both links carry bytes at once: a quarter goes to the neighbour on the node.
+        ("all-to-all", 4, 2, SLOW_INSIDE, 64.0),
+        # With one device on each node nothing stays inside.
+        ("all-gather", 2, 1, SLOW_INSIDE, 2.0),
+        ("ragged-all-to-all", 4, 4, RATES, 3.0),
+        ("ragged-all-to-all", 4, 4, HALF, 1.5),  # filled rows alone
     ],
 )
-def test_seconds_are_the_travelling_bytes_at_the_links_rate(kind, inside, across):
-    found = one(kind, 64, 4)
-    assert found.seconds(4, RATES) == inside
-    assert found.seconds(2, RATES) == across
-
-
-def test_both_links_carry_their_own_bytes_at_the_same_time():
-    slow_inside = rates(nvlink_bytes_per_sec=1.0, infiniband_bytes_per_sec=64.0)
-    # Of 256 bytes, each of 4 devices sends a quarter to its neighbour on the node.
-    assert one("all-to-all", 64, 4).seconds(2, slow_inside) == 64
-    # With one device on each node nothing stays inside.
-    assert one("all-gather", 64, 2).seconds(1, slow_inside) == 128 / 64
-
-
-def test_a_ragged_exchange_sends_only_filled_rows():
-    found = one("ragged-all-to-all", 64, 4)
-    half = rates(nvlink_bytes_per_sec=64.0, filled_rows=0.5)
-    assert found.seconds(4, half) == 0.5 * found.seconds(4, RATES) == 1.5
+def test_seconds_are_the_travelling_bytes_at_the_links_rate(
+    kind, devices, per_node, speeds, sec
+):
+    assert one(kind, devices).seconds(per_node, speeds) == sec
 
 
 def test_a_collective_has_the_line_of_its_first_user():

@@ -89,9 +89,6 @@ def test_called_computations_are_read_by_role():
     branches = only("%c = f32[] conditional(%i, %x), branch_computations={%a, %b}")
     assert branches.called == {"branch_computations": ["a", "b"]}
     assert only("%w = (s32[]) while(%t), body=%b").trip_count is None
-
-
-def test_literals_are_no_operands():
     assert only("%c = f32[2]{0} constant({1, (2)})").operands == ()
 
 

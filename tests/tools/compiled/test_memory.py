@@ -4,7 +4,7 @@ import pytest
 
 from tools.compiled import hlo
 from tools.compiled.compile import plain_shape
-from tools.compiled.memory import kind_of_argument, kind_of_value, short
+from tools.compiled.memory import kind_of_argument, kind_of_value
 from tools.compiled.origins import Origin, Origins
 
 FORWARD = "jit(_train_step)/while/body/jvp()/while/body"
@@ -52,12 +52,6 @@ def test_kinds_of_values(path, is_weight, kind):
 )
 def test_kinds_of_arguments(name, kind):
     assert kind_of_argument(name) == kind
-
-
-def test_short_leaves_out_what_jax_adds():
-    assert short(Origin(f"{FORWARD}/attention/mul", "")) == "jvp()/attention/mul"
-    stacked = Origin(f"{FORWARD}/dynamic_update_slice", "", f"{FORWARD}/experts/mul")
-    assert short(stacked) == "all layers of jvp()/experts/mul"
 
 
 def test_plain_shape_ignores_order_and_ones():

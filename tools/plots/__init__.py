@@ -1,1 +1,0 @@
-"""Pictures of runs, plans and measurements, drawn with matplotlib."""
