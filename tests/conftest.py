@@ -24,10 +24,9 @@ MAX_MEMORY_AREAS = 30_000
 """Compiled programs take a hundred memory areas each, and Linux gives a process 65,530:
 beyond, loading one more program is a segmentation fault."""
 LONGEST = (
-    "test_processes", "test_runs", "test_balancing", "test_cases", "test_gpu_report",
-    "test_notebooks", "test_steps", "test_equals_reference", "test_resume",
-    "test_golden_hf", "test_generate", "test_evaluate", "test_mutated_inputs",
-    "test_aot",
+    "test_steps", "test_runs", "test_balancing", "test_equals_reference", "test_aot",
+    "test_cases", "test_from_hf", "test_library", "test_splits_in_layer", "test_greedy",
+    "test_replicas", "test_notebooks", "test_mutated_inputs", "test_evaluate",
 )  # fmt: skip
 """Files that take 20 seconds or more. They start first: with several workers, one at
 the end would run alone."""

@@ -20,7 +20,7 @@ OUTSIDE = re.compile(
 )
 """Elements and styles that load something from another host."""
 
-pytestmark = [pytest.mark.docs, pytest.mark.slow]
+pytestmark = [pytest.mark.docs, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ def peak_mib(repo: Path, *args: object) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, repo, name):
     peaks_mib = []
