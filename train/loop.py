@@ -270,8 +270,8 @@ class Run:
         record["mfu"] = ideal_sec and ideal_sec / step_sec
         record |= kept.record | memory_fields(jax.local_devices())
         record |= balancing.step_record(step, metrics.routing)
-        load_lwe = balancing.loads(metrics.routing)
-        self.records.step(record, metrics.routing.tokens_le, load_lwe)
+        sources = functools.partial(balancing.loads, metrics.routing)
+        self.records.step(record, metrics.routing.tokens_le, sources)
         balancing.observe(step, metrics.routing)
         self.goodput.tick(step)
         self.display.update(record)

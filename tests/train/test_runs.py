@@ -96,6 +96,13 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
     assert (start["step"], start["kind"]) == (1, "start")
     assert start["slot_to_expert_lp"] == [list(range(8))]
     assert shown_steps(run_dir / "tensorboard")["loss/train"] == steps
+    loads = {x["step"]: x["tokens_le"] for x in lines if "tokens_le" in x}
+    with (run_dir / "loads.jsonl").open() as file:
+        sources = {x["step"]: np.array(x["load_lwe"]) for x in map(json.loads, file)}
+    assert sources.keys() == loads.keys()
+    for step, load_lwe in sources.items():  # a mean over the two groups of the mesh
+        assert load_lwe.shape == (1, 4, 8)
+        assert (2 * load_lwe.sum(axis=1)).tolist() == loads[step]
     cfg = load([WORKERS], [f"Data.corpus = '{corpus()}'"])
     assert load([run_dir / "config.gin"]) == cfg
     saved = checkpoint_record(run_dir, NUM_STEPS)["meta"]["config"]
@@ -123,6 +130,8 @@ def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
     assert_goodput(ended, 2)
     assert f"resumed at step {stopped[1].record['step']}" in ended.out
     assert_same_run(run_dir, whole[0])
+    loads = [folder / "loads.jsonl" for folder in (run_dir, whole[0])]
+    assert loads[0].read_text() == loads[1].read_text()
     for name in ("step", "eval_loss", "digest", "load_le"):
         assert ended.record[name] == whole[1].record[name]
 

@@ -18,7 +18,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -100,15 +100,17 @@ class Records:
                 line |= {"at": time.time(), "end": end, "why": why}
                 self._attempts.append(line)
 
-    def step(self, record: dict, tokens_le: np.ndarray, load_lwe: np.ndarray) -> None:
+    def step(
+        self, record: dict, tokens_le: np.ndarray, sources: Callable[[], np.ndarray]
+    ) -> None:
         """Write a step's record. Every Train.log_load_every_steps steps it has the
         loads of experts (tokens_le) and of devices (rows_lw), and loads.jsonl those of
-        experts by source device (load_lwe)."""
+        experts by source device, load_lwe, which `sources` returns."""
         self._last_step = step = record["step"]
         if step % self._cfg.train.log_load_every_steps == 0:
             record = record | {"tokens_le": tokens_le}
             if self._loads is not None:
-                self._loads.append({"step": step, "load_lwe": load_lwe})
+                self._loads.append({"step": step, "load_lwe": sources()})
         else:
             record = {n: value for n, value in record.items() if n != "rows_lw"}
         self.event(record)

@@ -42,7 +42,7 @@ def make_metrics(rng) -> StepMetrics:
 
 def test_loads_are_logged_every_log_load_every_steps(tmp_path):
     rng = np.random.default_rng(0)
-    cfg = Config(train=Train(log_load_every_steps=3))
+    cfg = Config(train=Train(log_load_every_steps=3, log_sources=True))
     routing = []
     with Records(tmp_path, cfg, 0, 1, 0.0, ("tensorboard",), "a = 1") as records:
         for step in range(1, 8):
@@ -50,7 +50,7 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
             routing.append(metrics.routing)
             record = step_record(step, metrics, 0.5, 100)
             stats = metrics.routing
-            records.step(record, stats.tokens_le, stats.tokens_lwe)
+            records.step(record, stats.tokens_le, lambda s=stats: s.tokens_lwe)
             if step == 4:
                 decision = {
                     "kind": "keep",
@@ -71,6 +71,14 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
         ratio_l = stats.rows_lw.max(axis=1) / stats.rows_lw.mean(axis=1)
         rounded_l = np.array(record["device_max_over_mean"])
         assert_close(rounded_l, ratio_l.round(4))
+    loads = tmp_path / "loads.jsonl"
+    by_source = [json.loads(line) for line in loads.read_text().splitlines()]
+    assert by_source == [
+        {"step": step, "load_lwe": routing[step - 1].tokens_lwe.tolist()}
+        for step in (3, 6)
+    ]
+    Records(tmp_path, cfg, 4, 2, 0.0)  # resumes at step 4
+    assert [json.loads(x)["step"] for x in loads.read_text().splitlines()] == [3]
     (board,) = (tmp_path / "tensorboard").iterdir()
     assert b"balance/device_max_over_mean_before" in board.read_bytes()
 
@@ -121,7 +129,7 @@ def test_an_attempt_has_a_line_of_its_begin_and_of_its_end(
         assert json.loads((tmp_path / "attempts.jsonl").read_text()) == begin
         metrics = make_metrics(np.random.default_rng(0))
         record = step_record(last_step, metrics, 0.5, 100)
-        records.step(record, np.ones((2, 8)), np.ones((2, 4, 8)))
+        records.step(record, np.ones((2, 8)), lambda: np.ones((2, 4, 8)))
         if fault is not None:
             raise fault
     lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
