@@ -104,7 +104,7 @@ def test_the_map_of_devices_shows_the_rows_of_a_layer_at_all_steps(page):
     for layer in (0, 2):
         page.locator("#device-layer").fill(str(layer))
         found_wt = page.evaluate(f"{plot}[0].customdata")
-        np.testing.assert_allclose(found_wt, ratio_tlw[:, layer].T, rtol=1e-9)
+        np.testing.assert_allclose(found_wt, ratio_tlw[:, layer].T)
     assert page.evaluate(f"{plot}.length") == 3  # the map, swaps and relayouts
 
 
