@@ -1,6 +1,8 @@
 """Laws of what a traced step contains: what travels how often, what exists once, and
 what waits for what. Nothing is compiled."""
 
+from unittest import mock
+
 import pytest
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
@@ -21,6 +23,7 @@ from tests.support.steps import (
     configure,
     model_from,
 )
+from train.step import compiled
 from train.step.compiled import trace_train_step
 
 MICRO_BATCHES = 2
@@ -103,6 +106,31 @@ def test_loop_free_steps_have_no_loops_of_unknown_length(is_exact, num_loops):
         and primitives(eqn.params["body_jaxpr"])["all_to_all"] > 0
     ]
     assert len(loops) == num_loops
+
+
+@pytest.mark.parametrize(("overflow", "is_exact"), [("redo", [0, 1]), ("rounds", [1])])
+def test_a_run_compiles_the_exact_step_and_before_it_a_loop_free_one(
+    monkeypatch, overflow, is_exact
+):
+    """A step that overflows runs again by the exact step, which then carries every
+    row. Steps are not compiled here."""
+    made = []
+
+    def make_step(context):
+        made.append(context.is_exact)
+        step = mock.Mock()
+        step.trace.return_value = step
+        step.lower.return_value = step
+        return step
+
+    monkeypatch.setattr(compiled, "make_train_step", make_step)
+    monkeypatch.setattr(compiled, "make_eval_step", lambda context: mock.Mock())
+    monkeypatch.setattr(compiled.Lowered, "compile", lambda lowered, **_: lowered)
+    dispatch = {"rows_per_peer": 12, "overflow": overflow}
+    model = model_from(configure(dispatch=dispatch, **ACCUMULATED), "float32")
+    steps = compiled.compile_steps(model)
+    assert made == is_exact
+    assert (steps.loop_free is None) == (overflow == "rounds")
 
 
 def test_capacity_mode_runs_nothing_again():
