@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import pathlib
@@ -22,7 +21,6 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from moejax import show  # noqa: E402
 from moejax.balance.policies import POLICIES, check_policy  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
 from moejax.perf.traffic import over_mean  # noqa: E402
@@ -104,12 +102,17 @@ def work(args: argparse.Namespace) -> int:
     print(f"{title}\n{shown.source}\nlayer  device max/mean before  after")
     for layer, before, after in zip(layers, before_l, after_l):
         print(f"{layer:5d}{before:24.2f}{after:7.2f}")
-    print(f"\nlayer {layers[index]}\ndevice  load / mean before  after")
-    for device, pair in enumerate(zip(before_lw[index], after_lw[index])):
-        print(f"{device:6d}{pair[0]:20.2f}{pair[1]:7.2f}")
-    one = ExpertPlan(plan.slot_to_expert_lp[index : index + 1], plan.num_experts)
-    slots = show.plan(one, shown.load_lwe.shape[1])
-    print(dataclasses.replace(slots, title="\nexperts in slots"))
+    print(f"\nlayer {layers[index]}: load / mean of each device")
+    print("device  before  after  experts in its slots (* has replicas, - is empty)")
+    row_p = plan.slot_to_expert_lp[index]
+    num_replicas_e = np.bincount(row_p[row_p >= 0]).tolist()
+    words_p = [
+        "-" if e < 0 else f"{e}*" if num_replicas_e[e] > 1 else f"{e}" for e in row_p
+    ]
+    words_ws = np.reshape(words_p, (len(before_lw[index]), -1))
+    for device, words_s in enumerate(words_ws):
+        before, after = before_lw[index, device], after_lw[index, device]
+        print(f"{device:6d}{before:8.2f}{after:7.2f}  {' '.join(words_s)}")
     record = {
         "title": title,
         "source": shown.source,

@@ -152,7 +152,7 @@ def build_tensors(folder: pathlib.Path, variant: int) -> None:
 
 
 def read_tensors(path: pathlib.Path) -> None:
-    """What is not refused is what the library reads."""
+    """Compare the tensors of a folder with those that safetensors reads."""
     folder = TensorFolder(path.parent)
     index = json.loads((path.parent / INDEX).read_bytes())
     expected = {}
@@ -183,7 +183,7 @@ def build_models(folder: pathlib.Path, variant: int) -> None:
 
 
 def read_model(path: pathlib.Path) -> None:
-    """What is not refused can be written, and has the tensors beside it."""
+    """Read a config.json, write it again, and read the tensors beside it."""
     architecture = read_architecture(path.parent)
     make_config(make_network(architecture.fields), record=architecture.record)
     if (path.parent / SINGLE).exists():

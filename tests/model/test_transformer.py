@@ -134,7 +134,7 @@ def test_hidden_states_are_bfloat16_and_sums_of_the_router_float32():
 
 
 def test_jitter_is_drawn_for_the_global_batch_around_one(monkeypatch):
-    """It is drawn before the batch is split, so that it does not depend on the mesh."""
+    """Jitter is drawn before the batch is split, so that no mesh changes it."""
     calls = []
 
     def called(params, inputs, *args, **kwargs):

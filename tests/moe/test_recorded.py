@@ -167,7 +167,7 @@ def test_counts_from_a_file_are_summed_over_the_dims_between(tmp_path):
 
 
 def test_every_micro_batch_takes_the_next_sample():
-    """Of 7 samples, with 2 micro-batches a step and two of these on each sample."""
+    """There are 7 samples, 2 micro-batches a step, and 2 of these for a sample."""
     cfg = Recorded(source="a.npz", sample_per="micro_batch", steps_per_sample=2)
     index = [
         int(recorded.sample_index(cfg, 7, step, micro_batch, 2))

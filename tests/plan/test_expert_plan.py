@@ -163,7 +163,8 @@ def test_a_plan_in_more_slots_has_empty_ones():
 
 
 def test_a_plan_in_fewer_slots_loses_replicas_and_no_expert():
-    """It is home where an expert would have no slot, and for the store 'owned'."""
+    """The home plan takes its place where an expert would have no slot, and under the
+    store 'owned'."""
     layout, home_plan = make_layout("resident", 2, 2, 2), ExpertPlan.home_in
     narrow = make_plan([[0, 1, 0, 2, 3, 1]]).resized(layout)
     assert narrow.slot_to_expert_lp.tolist() == [[0, 1, 2, 3]]

@@ -319,7 +319,11 @@ def test_the_loads_and_the_sizes_of_a_run(tmp_path, capsys):
     other.mkdir()
     for text, words, what in (
         (None, [], "Train.log_sources"),
-        (json.dumps(lines[0]) + '\n{"step": 7, "load_lwe": [[3]]}\n', [], "one shape"),
+        (
+            json.dumps(lines[0]) + '\n{"step": 7, "load_lwe": [[3]]}\n',
+            [],
+            "of one shape",
+        ),
         (json.dumps(lines[0]) + "\n", ["--same"], "no complete checkpoint"),
     ):
         if text is not None:

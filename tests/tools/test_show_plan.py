@@ -55,9 +55,12 @@ def test_ratios_are_those_of_the_plan_and_the_next_sample(capsys):
         assert after < before
     worst = int(np.argmax(record["device_max_over_mean_before"]))
     assert record["title"].endswith(f"in layer {worst}")
-    slots = text.splitlines()[-2].split()[2:]
-    expected = plan.slot_to_expert_lp[worst].tolist()
-    assert [int(word.rstrip("*")) for word in slots] == expected
+    row_p = plan.slot_to_expert_lp[worst]
+    for line, expert_s in zip(text.splitlines()[-DEVICES:], np.split(row_p, DEVICES)):
+        words = line.split()[3:]
+        assert [int(word.rstrip("*")) for word in words] == expert_s.tolist()
+        for word, expert in zip(words, expert_s):
+            assert word.endswith("*") == (np.sum(row_p == expert) > 1)
 
 
 def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):

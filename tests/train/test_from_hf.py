@@ -113,8 +113,8 @@ def test_processes_compare_the_tensors_of_a_folder(published, tmp_path):
 
 
 def test_a_run_needs_the_folder_at_its_start_alone(published, tmp_path, capfd):
-    """It reads each tensor once. Later a start with the run's own configuration, and
-    what reads the run, need no folder."""
+    """The start reads each tensor once. Later a start with the run's own configuration,
+    and programs that read the run, need no folder."""
     folder, run_dir = tmp_path / "folder", tmp_path / "run"
     shutil.copytree(published, folder)
     params = f"Model.from_hf = '{folder}'", "Train.num_steps = 2"

@@ -187,8 +187,8 @@ def test_continues_on_fewer_devices_and_to_another_step(whole, stopped, tmp_path
     ],
 )
 def test_a_finished_run_is_left_alone(whole, capfd, params, code, line):
-    """It says so, and a run of another model or other data is refused, whether it has
-    ended or would go on."""
+    """A line says that it has ended. Another model or other data are refused, whether
+    the run has ended or would go on."""
     before = listing(whole[0])
     params = [param.format(other=corpus(seed=1)) for param in params]
     capfd.readouterr()

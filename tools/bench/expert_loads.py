@@ -131,11 +131,7 @@ def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
             "micro-batches, devices, experts]"
         )
     load_tlwe = counts.astype(np.float64, copy=False)
-    if not (load_tlwe.min() >= 0 and load_tlwe.max() <= MAX_COUNT):  # NaN fails too
-        raise ValueError(
-            f"{path}: '{array}' holds negative numbers, NaN or numbers above "
-            f"{MAX_COUNT:.0e}: it must hold counts"
-        )
+    check_counts(load_tlwe, f"{path}: '{array}'")
     num_layers = load_tlwe.shape[1]
     layer_l = arrays.get("layer", np.arange(0))
     is_named = layer_l.dtype.kind in "iu" and layer_l.shape == (num_layers,)
@@ -157,13 +153,24 @@ def read_run(folder: pathlib.Path) -> Loads:
         )
     try:
         load_tlwe = np.array(tables, np.float64)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: its records are not tables of one shape") from error
-    if load_tlwe.ndim != 4 or not (load_tlwe.min() >= 0 and load_tlwe.max() < np.inf):
+        is_whole = load_tlwe.ndim == 4 and load_tlwe.size > 0
+    except (ValueError, TypeError):
+        is_whole = False
+    if not is_whole:
         raise ValueError(
-            f"{path}: load_lwe must hold counts [layers, devices, experts]"
+            f"{path}: load_lwe must be a table [layers, devices, experts] of one shape"
         )
+    check_counts(load_tlwe, f"{path}: load_lwe")
     return Loads(str(folder), load_tlwe, tuple(range(load_tlwe.shape[1])))
+
+
+def check_counts(load_tlwe: np.ndarray, name: str) -> None:
+    """Raise ValueError unless all loads are counts; `name` says where they are from."""
+    if not (load_tlwe.min() >= 0 and load_tlwe.max() <= MAX_COUNT):  # NaN fails too
+        raise ValueError(
+            f"{name} holds negative numbers, NaN or numbers above {MAX_COUNT:.0e}: it "
+            "must hold counts"
+        )
 
 
 def some_layers(loads: Loads, names: str) -> Loads:

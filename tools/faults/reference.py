@@ -1,4 +1,4 @@
-"""What a disturbed run is compared with: the undisturbed run, and what it leaves.
+"""Compare a disturbed run with the undisturbed one, and find what it leaves behind.
 
 Whatever happened on its way, a run ends with the parameters, all other arrays of the
 last checkpoint, the metrics and the sample ids of an undisturbed run with the same

@@ -47,7 +47,7 @@ class Limits:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What is kept of the line of a step."""
+    """Numbers and tables of one step's line."""
 
     step: int
     number_c: np.ndarray
@@ -62,7 +62,7 @@ class Step:
 
 
 class Metrics:
-    """What the lines of a run's metrics.jsonl say."""
+    """Steps, evaluations and decisions of a run's metrics.jsonl."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self.num_bad = 0

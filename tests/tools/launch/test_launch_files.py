@@ -150,7 +150,7 @@ def test_the_task_waits_for_a_program_that_saves_on_sigterm(tmp_path):
 
 
 def test_the_jobset_describes_one_run():
-    """Its pods are the processes of a run, and know how often it has restarted. Codes
+    """The pods are the processes of a run, and know how often it has restarted. Codes
     that forbid a restart fail the set."""
     jobset = yaml.safe_load(JOBSET.read_text())
     [workers] = jobset["spec"]["replicatedJobs"]

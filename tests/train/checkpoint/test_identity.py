@@ -90,7 +90,7 @@ def test_each_field_of_the_sharding_of_tracked_experts_is_compared():
 
 
 def test_compression_is_neither_switched_on_nor_off():
-    """Its ratio may change: copies of experts are state only where it is on."""
+    """The ratio may change: copies of experts are state where there is compression."""
     off, weak, strong = (
         Config(
             dispatch=Dispatch(domain=(2, 1), group="dc_expert", compression=ratio),

@@ -74,6 +74,8 @@ def test_each_moment_belongs_to_the_innermost_block(tmp_path):
         }  # fmt: skip
         assert spent(watch) == expected
         record = report(watch.account())
+    clock.sec += 9
+    assert report(watch.account()) == record, "no time counts after the attempt"
     assert_close(sum(record["share"].values()), 1.0)
     assert record["share"]["useful"] == 110 / 144.5
     assert (record["wall_sec"], record["down_sec"]) == (144.5, 0)

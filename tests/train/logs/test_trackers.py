@@ -200,7 +200,7 @@ def test_tensorboard_shows_the_numbers_of_a_record(tmp_path):
 
 
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, monkeypatch):
-    """It is killed after step 9, resumed from 6, killed after 8 and resumed from 7."""
+    """A run is killed after step 9, resumed from 6, killed after 8, resumed from 7."""
     for now, (first, last) in enumerate(((1, 9), (7, 8), (8, 12)), start=10**9):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         send(tmp_path, first, last, "tensorboard")

@@ -44,7 +44,7 @@ function deviceMap(body) {
   const input = make("input", { type: "number", min: 0, max: last, id: "device-layer" });
   input.value = worstLayer();
   const chosen = () => Math.min(Math.max(Math.round(Number(input.value)), 0), last);
-  const bytesAt = () => step.map((_, index) => layerAt(index, chosen()));
+  const bytesOf = (layer) => step.map((_, index) => layerAt(index, layer));
   const redraw = addFigure(body, {
     id: "device-map",
     title: "Rows of each device",
@@ -54,9 +54,10 @@ function deviceMap(body) {
     caption:
       "White is the mean, orange above it, blue below. Lines: swaps and relayouts.",
     draw: () => {
+      const rows = bytesOf(chosen());
       const byDevice = (table) =>
         Array.from({ length: columns }, (_, device) =>
-          bytesAt().map((bytes) => table[bytes[device]]),
+          rows.map((bytes) => table[bytes[device]]),
         );
       const heatmap = {
         ...loadColors(),
@@ -75,9 +76,9 @@ function deviceMap(body) {
     table: () => ({
       head: ["step", ...Array.from({ length: columns }, (_, one) => `device ${one}`)],
       ...thinRows(
-        step.map((at, i) => [
-          at,
-          ...bytesAt()[i].map((byte) => Number(RATIO[byte].toPrecision(3))),
+        bytesOf(chosen()).map((bytes, i) => [
+          step[i],
+          ...bytes.map((byte) => Number(RATIO[byte].toPrecision(3))),
         ]),
       ),
     }),
