@@ -1,5 +1,6 @@
-"""Layouts, meshes and layers refuse what does not fit them, in one line that names the
-field, its value and what to do."""
+"""Configurations and layers refuse what does not fit a mesh, in one line that names the
+field, its value and what to do. tests/plan/test_layout.py has the rules of a layout
+alone."""
 
 import dataclasses
 
@@ -19,14 +20,7 @@ from train.step.state import abstract_state
 
 PLAIN = Topology(dc=2, expert=4)
 TENSOR = Topology(dc=2, expert=2, tensor=2)
-OWNED = {"num_experts": 8, "slots_per_device": 1, "rows_per_peer": 8}
-DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 ALL_SHARED = {"group": "dc_expert", "domain": (2, 2), "rows_per_peer": 4}
-
-
-def chunks(**changes) -> Layout:
-    fields = {"num_experts": 8, "num_devices": 4, "slots_per_device": 2}
-    return Layout(**{"rows_per_peer": 16, "home_chunks": 2} | fields | changes)
 
 
 def densely(**parts):
@@ -64,12 +58,6 @@ def call_halves(num_tokens: int) -> None:
          ["Moe.num_experts=24", "group data x expert (16)", "16 or 32"]),
         (lambda: Layout.home(12, 8, 64, axes=MERGED),
          ["num_experts=12", "group data x expert (8)", "another Dispatch.group"]),
-        (lambda: Layout(8, 8, 1, 8, transport="local", axes=MERGED),
-         ["transport='local'", "group data x expert has 8 devices"]),
-        (lambda: Layout(8, 8, 1, 8, axes=("expert", "data")),
-         ["axes=('expert', 'data')", "('data', 'expert')"]),
-        (lambda: Layout(4, 2, 2, 8, transport="hierarchical"),
-         ["transport='hierarchical'", "the expert axis", "use Dispatch.group"]),
         # Domains
         (lambda: config(PLAIN, **ALL_SHARED | {"domain": (2, 3)}),
          ["(2, 3)", "divisor", "use (2, 1)"]),
@@ -80,11 +68,8 @@ def call_halves(num_tokens: int) -> None:
         (lambda: config(Topology(data=2, expert=4), group="data_expert",
              domain=(1, 2)),
          ["domain=(1, 2)", "use Dispatch.group", "not 'data_expert'"]),
-        (lambda: Layout(**DC_EXPERT | {"slots_per_device": 2},
-             domain=Domain((2, 4), (2, 1)), store="sharded"),
-         ["domain=(2, 1)", "store='owned'", "'sharded'"]),
-        (lambda: Layout(**DC_EXPERT, domain=Domain((2, 4), (2, 1)),
-             tensor=Tensor("s1", 2, 1)),
+        (lambda: Layout(8, 8, 1, 8, axes=("dc", "expert"),
+             domain=Domain((2, 4), (2, 1)), tensor=Tensor("s1", 2, 1)),
          ["domain=(2, 1)", "(2)", "expert_shards=1: use 2"]),
         (lambda: config(PLAIN, compression=8.0),
          ["Dispatch.compression=8.0", "domain is (1, 1)", "compression=None"]),
@@ -110,23 +95,13 @@ def call_halves(num_tokens: int) -> None:
              config(Topology(expert=4, tensor=2), schedule="local", store="sharded")),
          ["'local'", "store='owned'", "'sharded'"]),
         (lambda: Tensor("s3", 2, 2), ["'s3' is none of base, s1, s2, s1h, local"]),
-        (lambda: Layout(4, 2, 2, 9, tensor=Tensor("s2", 2, 2)),
-         ["rows_per_peer=9", "into 2 parts", "use a multiple"]),
-        (lambda: Layout(4, 2, 2, 8, tensor=Tensor("s1", 2, 2), transport="ragged"),
-         ["transport='ragged' works with schedule='s1h' only", "'s1'"]),
         (lambda: make_layout(dataclasses.replace(
              config(Topology(expert=8, tensor=4), 8, schedule="s1h"),
              mesh=Topology(expert=8, tensor=16),
              model=Model(num_heads=16, num_kv_heads=16),
          )),
          ["8 tokens", "Mesh.tensor=16", "use a batch"]),
-        # Chunks at home, and halves
-        (lambda: chunks(home_chunks=0), ["home_chunks=0 must be at least 1"]),
-        (lambda: chunks(exchange="capacity"), ["keeps as few rows on a device"]),
-        (lambda: chunks(num_devices=1, slots_per_device=8, transport="local"),
-         ["all stay, in one buffer"]),
-        (lambda: chunks(tensor=Tensor("s1h", 2, 2)),
-         ["cuts and copies what a device sends"]),
+        # Halves
         (lambda: set_up_halves(3), ["cuts the 3 tokens", "Moe.halves = False"]),
         (lambda: call_halves(3), ["cuts the 3 tokens", "Moe.halves = False"]),
         # Dense training

@@ -150,6 +150,8 @@ def test_a_step_has_loops_where_the_buffer_may_not_carry_all_rows():
         (lambda: changed(home_chunks=0), "home_chunks=0 must be at least 1"),
         (lambda: changed(home_chunks=2, exchange="capacity"), "must be 1 here"),
         (lambda: Layout(4, 1, 4, 8, "local", home_chunks=2), "a single device"),
+        (lambda: Layout(8, 4, 2, 16, tensor=Tensor("s1h", 2, 2), home_chunks=2),
+         "cuts and copies what a device sends"),
         (lambda: Layout(4, 2, 2, 8, domain=Domain((4,), (2,))), "axis sizes"),
         (lambda: changed(domain=Domain((2,), (2,))), "store='owned' and split='even'"),
         (lambda: Layout(4, 2, 2, 8, "ragged", tensor=Tensor("s2", 2, 2)),

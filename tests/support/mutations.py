@@ -111,4 +111,3 @@ def change_line(whole: bytes, other: bytes, rng: random.Random) -> bytes:
 
 TEXT: tuple[Mutator, ...] = (*BYTES, *(replace_token,) * 12, change_line, change_line)
 """Mutators of a text with values, such as JSON, JSON lines and gin."""
-JSON = JSON_LINES = TEXT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.metrics_lines import DECISIONS, balanced_lines, decided, log_lines
-from tests.support.mutations import BYTES, JSON, JSON_LINES, mutate
+from tests.support.mutations import BYTES, TEXT, mutate
 from tests.support.page_contract import decode, require_contract
 from tests.support.run_folders import ATTEMPTS, PLANS, finish, make_folder, table
 from tools.run_page.metrics import Limits
@@ -251,7 +251,7 @@ def test_every_damaged_folder_has_a_page_or_is_refused(tmp_path):
     finish(folder)
     names = [path.name for path in sorted(folder.iterdir()) if path.is_file()]
     whole = {name: (folder / name).read_bytes() for name in names}
-    mutators = {"jsonl": JSON_LINES, "json": JSON}
+    mutators = {"jsonl": TEXT, "json": TEXT}
     for seed in range(60):
         rng = random.Random(seed)
         name = rng.choice([*names, "metrics.jsonl"])

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
-from moejax.plan.layout import Layout
 from tests.support.primitives import equations, primitives
 from tests.support.resolved import make_run
 from tests.support.steps import (
@@ -131,11 +130,6 @@ def test_a_run_compiles_the_exact_step_and_before_it_a_loop_free_one(
     steps = compiled.compile_steps(model)
     assert made == is_exact
     assert (steps.loop_free is None) == (overflow == "rounds")
-
-
-def test_capacity_mode_runs_nothing_again():
-    with pytest.raises(ValueError, match="use overflow='rounds' or 'exact'"):
-        Layout(8, 4, 2, 64, exchange="capacity", overflow="redo")
 
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():
