@@ -105,7 +105,8 @@ function addGains(body) {
     height: 260,
     caption:
       "Measured: median step time of the 20 steps before, minus that of the 20 after. " +
-      "Bars: 95 % confidence; one that crosses 0 is noise of the clock.",
+      "Bars: 95 % confidence by the scatter of these steps; one that crosses 0 is noise. " +
+      "They do not know of other work, such as a compilation that ends at an adoption.",
     draw: () => ({
       traces: [
         {
