@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 
 from tests.support.metrics_lines import DECISIONS, balanced_lines
+from train.checkpoint.record import make_record
 from train.logs.goodput import BUCKETS
 
 CONFIG = """Balance.policy = 'eplb'
@@ -40,6 +41,13 @@ ATTEMPTS = [
     {"step": 0, "attempt": 1, "at": 1e9, "num_devices": 4},
     {"step": 20, "attempt": 2, "at": 1e9 + 25, "num_devices": 4},
 ]
+
+
+def write_checkpoint_record(folder: pathlib.Path, step: int, meta: dict) -> None:
+    """Write the record of a checkpoint without arrays into the folder of a run."""
+    path = folder / "checkpoints" / str(step) / "record" / "metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(make_record(step, {}, meta)))
 
 
 def table(seed: int, num_layers: int = 3) -> np.ndarray:

@@ -13,9 +13,9 @@ from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Topology
 from moejax.resolve.speeds import load_calibration, make_cost_model
 from tests.support.close import assert_close
+from tests.support.run_folders import write_checkpoint_record
 from tools import replay
 from tools.bench import expert_loads
-from train.checkpoint.record import record_sha256
 
 DEVICES, EXPERTS = 4, 8
 FIELDS = {
@@ -284,19 +284,9 @@ def test_the_loads_and_the_sizes_of_a_run(tmp_path, capsys):
         model=Model(d_model=32), moe=Moe(num_experts=EXPERTS, d_expert=48),
         mesh=Topology(expert=DEVICES), balance=Balance(policy="flexmoe"),
     )  # fmt: skip
-    record = {"step": 9, "eval_loss": None, "arrays": {}}
-    record["meta"] = {"config": cfg.to_dict()}
-    record["sha256"] = record_sha256(record)
     run = tmp_path / "run"
-    path = run / "checkpoints" / "9" / "record" / "metadata"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(record))
-    lines = [
-        {"step": 5 * t, "load_lwe": load_lwe.tolist()}
-        for t, load_lwe in enumerate(counts())
-    ]
-    loads = run / "loads.jsonl"
-    loads.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_checkpoint_record(run, 9, {"config": cfg.to_dict()})
+    write_loads(run, counts())
     words = ["--policies", "home,eplb"]
     of_run = run_replay(capsys, "--run", run, *words)
     of_trace = run_replay(capsys, "--trace", write(tmp_path / "a.npz"), *words)
@@ -315,18 +305,25 @@ def test_the_loads_and_the_sizes_of_a_run(tmp_path, capsys):
     expected = 1e3 * float(np.median(np.mean(sec_tl, axis=1)))
     assert_close(of_run["policies"]["home"]["all"]["modelled_layer_msec"], expected)
 
-    other = tmp_path / "other"
-    other.mkdir()
-    for text, words, what in (
-        (None, [], "Train.log_sources"),
-        (
-            json.dumps(lines[0]) + '\n{"step": 7, "load_lwe": [[3]]}\n',
-            [],
-            "of one shape",
-        ),
-        (json.dumps(lines[0]) + "\n", ["--same"], "no complete checkpoint"),
-    ):
-        if text is not None:
-            (other / "loads.jsonl").write_text(text)
-        code = replay.main(["--run", str(other), "--json", *words])
-        refused(code, capsys, what)
+
+@pytest.mark.parametrize(
+    ("tables", "what"),
+    [
+        ([], "Train.log_sources"),
+        ([counts()[0], counts()[0, :1]], "of one shape"),
+        ([-counts()[0].astype(int)], "negative numbers"),
+        (counts(), "no complete checkpoint"),
+    ],
+)
+def test_loads_of_a_run_that_cannot_be_replayed(tmp_path, capsys, tables, what):
+    write_loads(tmp_path, tables)
+    refused(replay.main(["--run", str(tmp_path), "--json"]), capsys, what)
+
+
+def write_loads(folder, tables) -> None:
+    """Write the loads of a run, one line for each table."""
+    lines = [
+        json.dumps({"step": step, "load_lwe": load_lwe.tolist()})
+        for step, load_lwe in enumerate(tables)
+    ]
+    (folder / "loads.jsonl").write_text("".join(f"{line}\n" for line in lines))

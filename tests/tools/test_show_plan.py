@@ -8,9 +8,9 @@ import pytest
 from moejax.perf import traffic
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.metrics_lines import write_run
+from tests.support.run_folders import write_checkpoint_record
 from tools import show_plan
 from tools.bench import expert_loads
-from train.checkpoint.record import make_record
 
 DEVICES, EXPERTS = 4, 8
 SYNTHETIC = ["--synthetic", "zipf:1.5", f"--devices={DEVICES}", "--slots=3"]
@@ -34,10 +34,7 @@ def save_run(folder, *lines: dict):
         "balance": {"policy": "eplb"},
     }
     plan = ExpertPlan(np.array([ROW_P, ROW_P], np.int32), EXPERTS)
-    path = folder / "checkpoints" / "40" / "record" / "metadata"
-    path.parent.mkdir(parents=True)
-    meta = {"plan": plan.to_json(), "config": config}
-    path.write_text(json.dumps(make_record(40, {}, meta)))
+    write_checkpoint_record(folder, 40, {"plan": plan.to_json(), "config": config})
     return folder
 
 
