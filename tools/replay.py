@@ -242,7 +242,7 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     measured = calibration.read_calibration(args.calibration)
     mesh = measured.mesh | {"expert": args.devices}
     calibration.check(measured, mesh, measured.device_kind, measured.compute_dtype)
-    return calibration.cost_model(
+    return cost_models.cost_model(
         measured,
         d_model=args.d_model,
         d_expert=args.d_expert,

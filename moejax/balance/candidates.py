@@ -19,9 +19,9 @@ from moejax.perf.cost_model import CostModel, tight
 from moejax.perf.traffic import (
     device_rows,
     fullest_pair,
+    layer_rows,
     max_over_mean,
     pair_rows,
-    rows_by_slot,
 )
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GATHERED_ONCE, ROW_MULTIPLE, Layout, Store
@@ -96,10 +96,9 @@ def ratio_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
     """Return the device max/mean of each layer, float [l]."""
-    w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
     return np.array(
-        [max_over_mean(device_rows(rows_by_slot(x, p, w, split))) for x, p in rows]
+        [max_over_mean(device_rows(layer_rows(x, p, layout))) for x, p in rows]
     )
 
 
@@ -108,9 +107,8 @@ def fullest_pair_by_layer(
 ) -> np.ndarray:
     """Return the maximum number of rows that one source has in a step for one device,
     or for one chunk of those that stay, float [l]."""
-    w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
-    pairs = [pair_rows(rows_by_slot(x, p, w, split)) for x, p in rows]
+    pairs = [pair_rows(layer_rows(x, p, layout)) for x, p in rows]
     max_l = [fullest_pair(pair_ww, layout) for pair_ww in pairs]
     return layout.source_share * np.array(max_l)
 
@@ -122,17 +120,14 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
     because observed pairs of devices are fuller than those of the mean load.
     """
     cost = question.cost
-    w, split = layout.num_devices, layout.split
     sec_l = np.zeros(plan.num_layers)
     for layer, row_p in enumerate(plan.slot_to_expert_lp):
         load_we, peak = question.load_lwe[layer], question.peak_l[layer]
         sec_l[layer] = cost.layer_sec(load_we, row_p, layout)
         if layout.transport != "local" and peak > 1:
-            pair_ww = pair_rows(rows_by_slot(load_we, row_p, w, split))
-            peak_sec = cost.wire_sec(peak * pair_ww, layout)
-            sec_l[layer] += cost.num_exchanged * (
-                peak_sec - cost.wire_sec(pair_ww, layout)
-            )
+            pair_uu = pair_rows(layer_rows(load_we, row_p, layout))
+            peak_sec = cost.rows_sec(peak * pair_uu, layout)
+            sec_l[layer] += peak_sec - cost.rows_sec(pair_uu, layout)
     return sec_l
 
 
@@ -249,7 +244,8 @@ def _neighbours(question: Question) -> Iterator[Layout]:
     for store in policy.stores:
         for s in slots:
             is_one_change = is_new or store == now.store or s == now.slots_per_device
-            room = min(question.max_slots_per_device, now.num_experts)
+            most = now.num_experts // now.domain_size  # each expert once in a domain
+            room = min(question.max_slots_per_device, max(own, most))
             room = own if store == "owned" else room
             if is_one_change and own <= s <= room:
                 layout = _roomy(question, store, s)

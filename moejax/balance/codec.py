@@ -28,13 +28,15 @@ from moejax.balance.planning import (
     Task,
 )
 from moejax.balance.settings import Settings
+from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.plan.parallel import Domain, Tensor
 
 KINDS = {
-    "Adopted": Adopted, "Adoptions": Adoptions, "CostModel": CostModel,
+    "Adopted": Adopted, "Adoptions": Adoptions, "Calibration": Calibration,
+    "CostModel": CostModel,
     "Decision": Decision, "Domain": Domain, "ExpertPlan": ExpertPlan, "Layout": Layout,
     "LoadTracker": LoadTracker, "Observed": Observed, "Overflows": Overflows,
     "Planner": Planner, "Refused": Refused, "Reply": Reply, "Settings": Settings,

@@ -16,6 +16,7 @@ import dataclasses
 import numpy as np
 
 from moejax.plan.layout import Layout
+from moejax.plan.units import device_order, unit_order
 
 WINDOW_STEPS = 100
 """Number of observed steps over which the fullest pair is remembered."""
@@ -172,15 +173,29 @@ def loads_by_owner(
 def home_rows(
     tokens_lwe: np.ndarray, sizes: dict[str, int], layout: Layout
 ) -> np.ndarray:
-    """Return the rows that each owner of experts would compute under the home plan.
+    """Return the rows that each owner of experts would compute under the home plan, in
+    the layout's domains.
 
     Arguments are those of `loads_by_owner`; the result [l, w] has the owners of all
-    groups.
+    groups. A device of a domain computes the rows for its domain's experts that come
+    from devices at the same place of their domains.
     """
     num_layers, _, num_experts = tokens_lwe.shape
     load = tokens_lwe.reshape(num_layers, *sizes.values(), num_experts)
     inside = tuple(1 + i for i, axis in enumerate(sizes) if axis in layout.axes)
-    load = load.sum(axis=inside).reshape(
-        num_layers, -1, layout.num_devices, layout.experts_per_device
+    if layout.domain is None:
+        load = load.sum(axis=inside).reshape(
+            num_layers, -1, layout.num_devices, layout.experts_per_device
+        )
+        return load.sum(axis=-1).reshape(num_layers, -1)
+    outside = [i for i in range(1, load.ndim - 1) if i not in inside]
+    load = load.transpose(0, *outside, *inside, load.ndim - 1)
+    load = load.reshape(num_layers, -1, layout.num_devices, num_experts)
+    load = load[:, :, device_order(layout)][..., unit_order(layout)]
+    size, units = layout.domain_size, layout.exchanged.num_devices
+    load = load.reshape(num_layers, -1, units, size, num_experts).sum(axis=2)
+    return (
+        load.reshape(num_layers, -1, size, units, num_experts // units)
+        .sum(axis=-1)
+        .reshape(num_layers, -1)
     )
-    return load.sum(axis=-1).reshape(num_layers, -1)

@@ -33,7 +33,7 @@ from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.moe.weights.dependency import dependency_spec, wait_for
-from moejax.moe.weights.slots import Slots, make_slots, own_experts, whole
+from moejax.moe.weights.slots import Slots, make_slots, whole
 from moejax.plan.layout import Layout
 
 ROUTER_FAN = 10
@@ -199,19 +199,16 @@ def moe_layer_of_parts(
         if name in params
     }
 
-    # 1. Make the weights of the slots. With a split that makes replicas these are the
-    # device's own experts: copies travel later, when the loads are known.
+    # 1. Make the weights of the slots. With a split that makes replicas these are own
+    # experts of the device or domain: copies travel later, when the loads are known.
     if slots is None:
         weights = {
             name: _reshard(params[name], setup.param_sharding(stores.dims(name)))
             for name in (*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
             if name in params
         }
-        if layout.makes_replicas:
-            slots = own_experts(weights, dtype)
-        else:
-            how = mesh_layout, dtype, setup.gradient_reduce_dtype
-            slots, _ = make_slots(weights, placement, *how)
+        how = mesh_layout, dtype, setup.gradient_reduce_dtype
+        slots, _ = make_slots(weights, placement, *how)
     experts = experts or make_experts(setup.moe, mesh_layout)
     is_whole = slots.is_whole
 
@@ -253,9 +250,7 @@ def moe_layer_of_parts(
                 if layout.makes_replicas:  # so far own experts; add copies
                     used = checkpoint_name(used, routing.ROUTES)
                     with jax.named_scope("slots"):
-                        slot_weights, _ = stores.gather_copies(
-                            weights, used, mesh_layout
-                        )
+                        slot_weights, _ = stores.gather_copies(weights, used, exchanged)
                 # 4. send the rows and compute them, and 5. bring the results home.
                 y_nd = exchange(
                     sent_nd, gate_nk, slot_weights, sent, experts, exchanged

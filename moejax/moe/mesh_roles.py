@@ -57,8 +57,14 @@ class MeshLayout:
 
     @property
     def exchanged(self) -> "MeshLayout":
-        """The mesh layout with each domain as one device (Layout.exchanged)."""
-        return dataclasses.replace(self, layout=self.layout.exchanged)
+        """The mesh layout with each domain as one device (Layout.exchanged): peers own
+        the experts of their domains."""
+        return dataclasses.replace(
+            self,
+            layout=self.layout.exchanged,
+            owner_axes=self.peer_axes,
+            domain_axes=(),
+        )
 
 
 def on_mesh(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import ExpertPlan, copy_tables
 from moejax.plan.layout import Layout
+from moejax.plan.units import as_gathered
 from moejax.rich import shown_by
 
 
@@ -77,6 +78,9 @@ class Placement:
     """Number of colors."""
     owned_le: Int[Array, "l e"]
     """Expert whose parameters lie at each position: ExpertPlan.owned_le."""
+    gathered_le: Int[Array, "l e"]
+    """The same in the order in which the devices of each domain gather their
+    experts."""
     offer_lwo: Int[Array, "l w o"]
     """Own experts that each device offers as copies, -1 for none
     (moejax.plan.expert_plan.CopyTables); no columns where the store has no copies."""
@@ -91,7 +95,7 @@ class Placement:
         """Return a plan that is valid for the layout as NumPy arrays; the caller puts
         them on devices."""
         layers = [
-            _by_expert(_as_gathered(row_p, layout), layout.exchanged)
+            _by_expert(as_gathered(row_p, layout), layout.exchanged)
             | copy_tables(row_p, owned_e, layout)._asdict()
             for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le)
         ]
@@ -105,6 +109,7 @@ class Placement:
             color_lq=tables["color_q"],
             num_colors_l=tables["color_q"].max(axis=1) + 1,
             owned_le=plan.owned_le,
+            gathered_le=as_gathered(plan.owned_le, layout),
             offer_lwo=tables["offer_wo"],
             want_lwc=tables["want_wc"],
             fill_lws=tables["fill_ws"],
@@ -113,16 +118,6 @@ class Placement:
     def layer(self, index: int) -> "Placement":
         """Return the placement of one layer, without the leading dim."""
         return jax.tree.map(lambda leaf: leaf[index], self)
-
-
-def _as_gathered(row_p: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return the slots in the order in which the devices of each domain gather them."""
-    if layout.domain is None:
-        return row_p
-    row_ws = row_p.reshape(layout.num_devices, -1)
-    return np.concatenate(
-        [row_ws[members].ravel() for members in layout.domain.members()]
-    )
 
 
 def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:

@@ -1,12 +1,11 @@
-"""Speeds that were measured on a mesh, as JSON, and the cost model that follows."""
+"""Speeds that were measured on a mesh, as JSON."""
 
 import dataclasses
 import json
 import os
 import pathlib
 
-from moejax.perf.cost_model import CostModel
-from moejax.plan.layout import GROUP_AXES, ITEMSIZE, Topology
+from moejax.plan.layout import ITEMSIZE, Topology
 
 LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
 """Keys of a fitted line: seconds = latency_sec + bytes / bytes_per_sec."""
@@ -22,9 +21,6 @@ RANGES = {
 was not measured, and would make predicted times infinite."""
 MAX_DEVICES = 2**20
 MAX_FILE_BYTES = 2**20
-BYTES_PER_MOVED_WEIGHT = 3 * 4
-"""Bytes that move with a weight to another owner: a float32 master parameter and two
-float32 moments."""
 LEAVING_SHARE = {
     "all_to_all": lambda w: (w - 1) / w,
     "all_gather": lambda w: (w - 1) / w,
@@ -137,53 +133,6 @@ def check(
             f"the calibration was measured on mesh {calibration.mesh}, and this one is "
             f"{mesh_sizes}: run tools/calibrate.py on it"
         )
-
-
-def cost_model(
-    calibration: Calibration,
-    *,
-    d_model: int,
-    d_expert: int,
-    itemsize: int,
-    micro_batches: int,
-    other_flops_per_device: float,
-    remat: str = "none",
-    group: tuple[str, ...] = GROUP_AXES["expert"],
-) -> CostModel:
-    """Return the cost model of SwiGLU experts at the calibration's speeds.
-
-    An expert has three matrices [d_model, d_expert] and 2 FLOPs per weight and row. Its
-    hidden width is split over data until a layer computes, unless data is one of the
-    mesh axes of the group. `itemsize` is bytes per element in the compute dtype, and
-    `other_flops_per_device` the forward FLOPs of the rest of a block on one device in
-    one micro-batch. Raises ValueError where the calibration lacks a line.
-    """
-    data = 1 if "data" in group else calibration.mesh["data"]
-    weights = 3 * d_model * d_expert
-    gather_sec = 0.0
-    if data > 1:
-        gather = find_line(calibration, "all_gather", ("data",))
-        share_bytes = weights * itemsize / data
-        gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
-    line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
-    several = tuple(axis for axis in group if calibration.mesh[axis] > 1)
-    if several:
-        line = find_line(calibration, "all_to_all", several)
-    return CostModel(
-        flops_per_row=2 * weights,
-        bytes_per_row=d_model * itemsize,
-        bytes_per_expert=weights * itemsize / data,
-        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT / data,
-        flops_per_sec=calibration.flops_per_sec,
-        bytes_per_sec=line["bytes_per_sec"],
-        latency_sec=line["latency_sec"],
-        other_sec=other_flops_per_device / calibration.flops_per_sec,
-        compile_sec=calibration.compile_sec,
-        micro_batches=micro_batches,
-        gather_sec=gather_sec,
-        overlaps=calibration.device_kind != "cpu",
-        remat=remat,
-    )
 
 
 def find_line(

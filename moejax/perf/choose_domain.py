@@ -24,14 +24,13 @@ they account for a shared uplink.
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 from moejax.choice import Choice
-from moejax.perf import terms
-from moejax.perf.calibration import Calibration, leaving_bytes
+from moejax.perf import exchange, terms
+from moejax.perf.calibration import Calibration
 from moejax.perf.terms import Prediction, Term
+from moejax.plan.parallel import candidate_domains
 
 DomainSizes = tuple[int, ...]
 """Number of a domain's devices at each level."""
@@ -117,11 +116,7 @@ def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
 
     The first has one device at each level: plain expert parallelism.
     """
-    divisors = [
-        [size for size in range(1, whole + 1) if whole % size == 0]
-        for whole in sizes.values()
-    ]
-    return sorted(itertools.product(*divisors), key=lambda d: (math.prod(d), d))
+    return candidate_domains(tuple(sizes.values()))
 
 
 def predict(
@@ -169,35 +164,20 @@ def _expert_terms(
     parts = stream.num_micro_batches if stream.is_compressed else 1
     if collective == "reduce_scatter":
         size_bytes, count, parts = stream.expert_bytes, int(stream.is_training), 1
-    levels = []
-    for axis, size in zip(stream.sizes, domain, strict=True):
-        size_bytes *= size
-        leaving = leaving_bytes(collective, size_bytes, size)
-        term = terms.collective_term(
-            calibration, collective, {axis: size}, leaving, count
-        )
-        levels.append(terms.split_term(term, parts))
-    return levels
+    found = exchange.groups(stream.sizes, domain)
+    levels = exchange.domain_terms(size_bytes, found, calibration, collective, count)
+    return [terms.split_term(term, parts) for term in levels]
 
 
 def _row_terms(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
-) -> list[Term]:
+) -> tuple[Term, ...]:
     """Return the terms of rows, which travel between devices at the same place of their
     domains."""
-    pairs = zip(stream.sizes.items(), domain, strict=True)
-    num_domains = {axis: whole // size for (axis, whole), size in pairs}
-    levels = [{axis: count} for axis, count in num_domains.items()]
-    rows = []
-    for group in levels if stream.is_hierarchical else [num_domains]:
-        devices = terms.num_devices(group)
-        leaving = leaving_bytes("all_to_all", stream.row_bytes, devices)
-        rows.append(
-            terms.collective_term(
-                calibration, "all_to_all", group, leaving, stream.num_exchanged
-            )
-        )
-    return rows
+    passes = exchange.Passes(count=stream.num_exchanged // 2, forward=0)
+    found = exchange.groups(stream.sizes, domain)
+    buffer, is_hierarchical = exchange.Buffer(stream.row_bytes), stream.is_hierarchical
+    return exchange.row_terms(None, buffer, passes, found, calibration, is_hierarchical)
 
 
 def _check(stream: LayerTraffic, domain: DomainSizes) -> None:

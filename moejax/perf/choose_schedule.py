@@ -21,12 +21,11 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from moejax.choice import Choice
-from moejax.perf import terms
+from moejax.perf import exchange, terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
+from moejax.plan.schedule_rules import USUAL
 
-USUAL = "base"
-"""The schedule that others are compared with: DeepSpeed-MoE's."""
 COUNT_BYTES = 4
 """Bytes of one expert's load, which is exchanged as an int32."""
 
@@ -63,28 +62,9 @@ class MicroBatchShape:
     one hides (Parm's SAA); 0 where collectives are serial."""
 
     @cached_property
-    def groups(self) -> dict[str, dict[str, int]]:
-        """Groups of devices between which collectives run, as {mesh axis: devices}.
-
-        owners     between owners of different experts
-        shards     between the shards of one expert
-        everyone   between all of these
-        tensor     along the tensor axis
-        outer      along the part of the tensor axis that separates owners
-        within     along the part of the expert axis that separates shards
-        """
-        expert, tensor, shards = self.sizes["expert"], self.tensor, self.expert_shards
-        outer, inner = terms.split_axis("tensor", tensor, min(tensor, shards))
-        owners, within = terms.split_axis("expert", expert, max(1, shards // tensor))
-        others = {axis: size for axis, size in self.sizes.items() if axis != "expert"}
-        return {
-            "owners": {**others, **owners, **outer},
-            "shards": {**within, **inner},
-            "everyone": {**self.sizes, "tensor": tensor},
-            "tensor": {"tensor": tensor},
-            "outer": outer,
-            "within": within,
-        }
+    def groups(self) -> dict[str, exchange.Group]:
+        """Groups of devices between which collectives run (moejax.perf.exchange)."""
+        return exchange.groups(self.sizes, None, self.tensor, self.expert_shards)
 
     @property
     def num_exchanged(self) -> int:
@@ -140,21 +120,20 @@ class _TermMaker:
         leaving, lines = leaving_bytes(name, size, num_devices(group)), self.calibration
         return terms.collective_term(lines, name, group, leaving, count, cargo)
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of the hidden states of all tokens of a tensor group."""
-        return self.shape.tokens * self.shape.d_model * self.shape.itemsize
-
-    @property
-    def row_bytes(self) -> float:
-        """Bytes of the full send buffers for all tokens of a tensor group (T above)."""
-        return self.shape.buffer_factor * self.shape.top_k * self.token_bytes
-
-    def gathered_tokens(self, axes: str) -> Term:
-        """Return the term of gathering the layer's output, and in training of gathering
-        the gradients of its split input. Remat does not repeat either."""
-        group, count = self.shape.groups[axes], 1 + self.shape.is_training
-        return self.collective("all_gather", group, self.token_bytes, count, "tokens")
+    def rows(self, schedule: str, share: float) -> tuple[Term, ...]:
+        """Return the terms of rows and tokens, where the buffer of a device has this
+        share of the full buffers for all tokens of its tensor group (T above)."""
+        s = self.shape
+        token_bytes = s.tokens * s.d_model * s.itemsize
+        buffer = exchange.Buffer(share * s.buffer_factor * s.top_k * token_bytes)
+        passes = exchange.Passes(
+            count=s.num_exchanged,
+            forward=s.num_exchanged - s.is_training,
+            token_bytes=token_bytes,
+            tokens_count=1 + s.is_training,
+            overlap=s.overlap,
+        )
+        return exchange.row_terms(schedule, buffer, passes, s.groups, self.calibration)
 
     def routed(self, tokens: float, sources: Mapping[str, int]) -> tuple[Term, Term]:
         """Return the terms of the router, and of the all_gather of its counts of rows
@@ -201,74 +180,40 @@ class _TermMaker:
 
 def _s1(p: _TermMaker) -> tuple[Term, ...]:
     """Return the terms of schedule s1."""
-    s, everyone = p.shape, p.shape.groups["everyone"]
-    sent = p.row_bytes * s.expert_shards / s.tensor
-    return (
-        p.collective("all_to_all", everyone, sent, 2 * s.num_exchanged),
-        p.gathered_tokens("tensor"),
-        *p.routed(s.tokens / s.tensor, everyone),
-        *p.computed(),
-    )
+    s = p.shape
+    routed = p.routed(s.tokens / s.tensor, s.groups["everyone"])
+    return *p.rows("s1", 1 / s.tensor), *routed, *p.computed()
 
 
 def _s1h(p: _TermMaker) -> tuple[Term, ...]:
     """Return the terms of schedule s1h."""
-    s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
-    sent = p.row_bytes / s.tensor
-    whole = sent * s.expert_shards
-    return (
-        p.collective("all_to_all", g["owners"], sent, 2 * passes),
-        p.collective("all_gather", g["shards"], whole, passes, "rows"),
-        p.collective("reduce_scatter", g["shards"], whole, passes, "rows"),
-        p.gathered_tokens("tensor"),
-        *p.routed(s.tokens / s.tensor, g["everyone"]),
-        *p.computed(),
-    )
+    s = p.shape
+    routed = p.routed(s.tokens / s.tensor, s.groups["everyone"])
+    return *p.rows("s1h", 1 / s.tensor), *routed, *p.computed()
 
 
 def _s2(p: _TermMaker) -> tuple[Term, ...]:
     """Return the terms of schedule s2."""
-    s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
-    sent = p.row_bytes * s.expert_shards / s.tensor
-    travel = p.collective("all_to_all", g["everyone"], sent, 2 * passes)
-    gather = p.collective("all_gather", g["tensor"], p.row_bytes, passes, "rows")
-    hidden_sec = s.overlap * min(travel.sec / 2, gather.sec)
-    return (
-        travel,
-        gather,
-        Term("hidden under all_to_all", passes * (hidden_sec > 0), 0.0, -hidden_sec),
-        *p.routed(s.tokens, s.sizes),
-        *p.computed(),
-    )
+    return *p.rows("s2", 1.0), *p.routed(p.shape.tokens, p.shape.sizes), *p.computed()
 
 
 def _base(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule base.
-
-    Tokens are split over the outer part of the tensor axis and gathered over it at the
-    end. Over `within` gradients of tokens are gathered in the backward pass.
-    """
-    s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
+    """Return the terms of schedule base."""
+    s = p.shape
     part = s.expert_shards * min(1.0, s.expert_shards / s.tensor)
-    back, whole = int(s.is_training), p.token_bytes * num_devices(g["within"])
-    tokens, rows = p.token_bytes * part, p.row_bytes * part
     return (
-        p.collective("all_gather", g["shards"], tokens, passes - back, "tokens"),
-        p.collective("all_gather", g["within"], whole, back, "gradients"),
-        p.collective("all_to_all", g["owners"], rows, 2 * passes),
-        p.collective("all_reduce", g["shards"], rows, passes, "rows"),
-        p.gathered_tokens("outer"),
-        *p.routed(s.tokens * part, g["owners"]),
+        *p.rows("base", part),
+        *p.routed(s.tokens * part, s.groups["owners"]),
         *p.computed(times=min(s.tensor, s.expert_shards)),
     )
 
 
 def _local(p: _TermMaker) -> tuple[Term, ...]:
     """Return the terms of schedule local."""
-    s, tensor = p.shape, p.shape.groups["tensor"]
+    s = p.shape
     apart = {"data": p.calibration.mesh["data"], **s.sizes}
     return (
-        p.collective("all_reduce", tensor, p.token_bytes, 1 + s.is_training, "tokens"),
+        *p.rows("local", 0.0),
         *p.routed(s.tokens, {}),
         p.experts(s.top_k * s.tokens / s.tensor, s.d_expert),
         *p.weights(apart, s.num_experts / s.tensor),

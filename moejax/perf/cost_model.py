@@ -2,28 +2,48 @@
 of gradients, moves of owners, and compilation.
 
     T_FEC   forward time of the fullest device            compute_sec
-    T_A2A   one exchange of rows in the group             wire_sec
-    T_sync  weights to copies, gradients back, exposed    sync_sec
-    layer   3 T_FEC + 4 T_A2A + T_sync                    layer_sec
+    rows    all exchanges of rows in a step               row_terms
+    T_sync  weights to slots, gradients back, exposed     sync_sec
+    layer   3 T_FEC + rows + T_sync                       layer_sec
 
 Backward takes twice the forward time, and a step exchanges rows four times: dispatch,
-combine and their transposes (Pro-Prophet, arXiv 2411.10003, Eq. 1-3 and 8). Loads are
-rows per step: all micro-batches summed.
+combine and their transposes, 4 T_A2A (Pro-Prophet, arXiv 2411.10003, Eq. 1-3 and 8). A
+layout with a tensor axis has the collectives of its schedule (moejax.perf.exchange). In
+a layout with domains rows travel between these, on the lines of the axes that separate
+them, and a device gathers the slots of its domain. Loads are rows per step: all
+micro-batches summed.
+
+Every choice asks these functions: policies and relayouts, `'auto'` of a policy, a
+schedule, a domain and the time of a gather, and the dry run.
 """
 
 import dataclasses
+import functools
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-from moejax.perf.traffic import device_rows, fullest_pair, pair_rows, rows_by_slot
+from moejax.perf import exchange, terms
+from moejax.perf.calibration import (
+    LEAVING_SHARE,
+    Calibration,
+    find_line,
+    leaving_bytes,
+)
+from moejax.perf.terms import Prediction, Term
+from moejax.perf.traffic import device_rows, fullest_pair, layer_rows, pair_rows
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout
+from moejax.plan.layout import GROUP_AXES, Layout
 from moejax.plan.owner_moves import num_rounds
 from moejax.rich import shown_by
 
 ROUNDING = 1e-9
 """Relative rounding error of a sum of shares of rows. A sum that exceeds a whole number
 by less does not need one more row."""
+BYTES_PER_MOVED_WEIGHT = 3 * 4
+"""Bytes that move with a weight to another owner: a float32 master parameter and two
+float32 moments."""
 
 
 @shown_by("cost_model")
@@ -62,6 +82,12 @@ class CostModel:
     remat: str = "none"
     """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
     and copies; 'full' repeats the exchange of rows too."""
+    tokens: int = 0
+    """Number of tokens of a tensor group in a micro-batch, which schedules gather; 0:
+    they are not counted."""
+    calibration: Calibration | None = None
+    """Lines of collectives along each axis of the mesh. None: all have `bytes_per_sec`
+    and `latency_sec`."""
 
     @property
     def num_computed(self) -> int:
@@ -84,108 +110,265 @@ class CostModel:
         are two loops in each layer of a micro-batch: forward and backward."""
         return 2 * num_layers * self.micro_batches * self.loop_sec
 
-    def compute_sec(self, rows_w: np.ndarray) -> float:
+    @functools.cached_property
+    def lines(self) -> Calibration:
+        """Calibration that prices collectives."""
+        if self.calibration is not None:
+            return self.calibration
+        line = {"latency_sec": self.latency_sec, "bytes_per_sec": self.bytes_per_sec}
+        axes = dict.fromkeys(("dc", "data", "expert", "tensor"), line)
+        kinds = dict.fromkeys(LEAVING_SHARE, axes)
+        return Calibration("", {}, "float32", kinds, 1.0, 1.0, 0.0, "presumed")
+
+    def groups(self, layout: Layout) -> dict[str, exchange.Group]:
+        """Return the groups of devices that a layout's collectives join."""
+        sizes = dict(self.lines.mesh)
+        if not sizes:  # no mesh is known: all devices are along the last axis
+            sizes = dict.fromkeys(layout.axes, 1)
+            sizes[layout.axes[-1]] = layout.num_devices
+            if layout.domain is not None:
+                sizes = dict(zip(layout.axes, layout.domain.sizes))
+            if layout.tensor is not None:
+                inner = layout.tensor.inner
+                sizes[layout.axes[-1]] *= inner.get("expert", 1)
+                if "tensor" in inner:
+                    sizes[layout.axes[-1]] //= layout.tensor.size // inner["tensor"]
+        return exchange.groups_of(layout, sizes)
+
+    def compute_sec(self, rows_w: np.ndarray, layout: Layout | None = None) -> float:
         """Return the forward time of the fullest device (T_FEC)."""
-        return float(rows_w.max()) * self.flops_per_row / self.flops_per_sec
+        return float(rows_w.max()) * self.row_sec(layout)
 
-    def wire_sec(self, pair_ww: np.ndarray, layout: Layout) -> float:
-        """Return the time of one exchange of rows in each micro-batch (T_A2A), with
-        halves that of both.
+    def row_sec(self, layout: Layout | None = None) -> float:
+        """Return the forward time of one row on a device.
 
-        With ragged transport the device that sends or receives most, to or from others,
-        decides how many rows travel; with padded transport whole buffers travel. In
-        both the fullest pair of devices decides the number of rounds. A device and
-        itself are a pair too.
+        Schedule 'base' computes the rows of each device of the tensor axis, and 'local'
+        whole experts. None: a layout without a tensor axis.
         """
-        if layout.num_devices == 1:
-            return 0.0
-        num_exchanges = self.micro_batches * layout.num_exchanges
-        per_exchange_ww = layout.source_share * pair_ww / num_exchanges
-        most = _max_off_device(per_exchange_ww)
-        fullest = fullest_pair(per_exchange_ww, layout)
-        return self._exchanges_sec(fullest, most, layout)
+        times, tensor = 1, None if layout is None else layout.tensor
+        if tensor is not None and tensor.is_local:
+            times = tensor.expert_shards
+        elif tensor is not None and tensor.schedule == "base":
+            times = min(tensor.size, tensor.expert_shards)
+        return times * self.flops_per_row / self.flops_per_sec
 
-    def _exchanges_sec(self, fullest: float, most_rows: float, layout: Layout) -> float:
-        """Return the time of one exchange of rows in each micro-batch, with the rows of
-        the fullest pair of devices in each, and the most rows of one device to or from
+    def row_terms(self, pair_uu: np.ndarray, layout: Layout) -> tuple[Term, ...]:
+        """Return the terms of all exchanges of a layer's rows in one step.
+
+        `pair_uu` are the rows of a step from each source device to each device; with
+        domains, from domain to domain (`moejax.perf.traffic.layer_rows`). With ragged
+        transport the device that sends or receives most, to or from others, decides how
+        many rows travel; with padded transport whole buffers travel. In both the
+        fullest pair of devices decides the number of rounds. A device and itself are a
+        pair too.
+        """
+        num_exchanges = self.micro_batches * layout.num_exchanges
+        per_exchange_uu = layout.source_share * pair_uu / num_exchanges
+        most = _max_off_device(per_exchange_uu)
+        fullest = fullest_pair(per_exchange_uu, layout)
+        return self._row_terms(fullest, most, layout)
+
+    def _row_terms(
+        self, fullest: float, most_rows: float, layout: Layout
+    ) -> tuple[Term, ...]:
+        """Return the terms of a layer's rows in one step, with the rows of the fullest
+        pair of devices in each exchange, and the most rows of one device to or from
         others."""
-        num_exchanges = self.micro_batches * layout.num_exchanges
+        view, tensor = layout.exchanged, layout.tensor
         rounds, rows = _padded(fullest, layout)
-        if layout.transport == "ragged":
-            rows = most_rows
-        sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
-        return num_exchanges * sec
+        ragged = most_rows * self.bytes_per_row
+        buffer = exchange.Buffer(
+            size_bytes=view.num_devices * rows * self.bytes_per_row,
+            rounds=rounds,
+            ragged_bytes=ragged if layout.transport == "ragged" else None,
+        )
+        num_exchanges = self.micro_batches * layout.num_exchanges
+        num_passes = self.num_exchanged // 2
+        passes = exchange.Passes(
+            count=num_passes * num_exchanges,
+            forward=(num_passes - 1) * num_exchanges,
+            token_bytes=self.tokens * self.bytes_per_row,
+            tokens_count=2 * self.micro_batches * (self.tokens > 0),
+        )
+        schedule = None if tensor is None else tensor.schedule
+        is_hierarchical = layout.transport == "hierarchical"
+        found = self.groups(layout)
+        return exchange.row_terms(
+            schedule, buffer, passes, found, self.lines, is_hierarchical
+        )
 
-    def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
-        """Return the exposed time in which one layer's weights reach their slots and
-        the gradients return, in one step.
+    def rows_sec(self, pair_uu: np.ndarray, layout: Layout) -> float:
+        """Return the time of all exchanges of a layer's rows in one step."""
+        return sum(term.sec for term in self.row_terms(pair_uu, layout))
+
+    def weight_terms(self, layout: Layout) -> "WeightTerms":
+        """Return the terms in which one layer's weights reach their slots and the
+        gradients return, in one step.
 
         Owners scatter slices of the experts that they offer, and devices gather slices
         of their copies, so that the budgets of the layout decide, not the plan.
         Resident copies travel once a step; transient copies and sharded slots travel in
-        each micro-batch. So do slots that are gathered over data, unless that is done
-        once a step (Layout.gather).
+        each micro-batch. So do slots that are gathered over data, and those that a
+        domain gathers, unless that is done once a step (Layout.keeps_slots). Compressed
+        experts of a domain travel once a step.
+        """
+        copies = self._copy_terms(layout, "weights")
+        gradients = self._copy_terms(layout, "gradients")
+        ahead, back, once = [], [], []
+        if layout.makes_replicas or layout.store == "resident":
+            once += [copies, gradients]  # of all micro-batches, or once a step
+            if layout.makes_replicas:
+                once += [copies] * (self.num_fetched - 1)
+        else:
+            ahead, back = [copies], [gradients]
+            back += [copies] * (self.num_fetched - 1)
+        domain_out, domain_back = self._domain_terms(layout)
+        gathered = self._data_terms(layout)
+        if layout.keeps_slots:
+            once += [*domain_out, *domain_back]
+        elif layout.domain is not None and layout.domain.compression is not None:
+            once += domain_out
+            back += domain_back
+        else:
+            ahead += domain_out
+            back += [*domain_out * (self.num_fetched - 1), *domain_back]
+        if layout.gather == "step":
+            once += [gathered, gathered]
+        else:
+            ahead.append(gathered)
+            back += [gathered] * self.num_fetched
+        kept = (tuple(t for t in x if t.count) for x in (ahead, back, once))
+        return WeightTerms(*kept)
+
+    def _copy_terms(self, layout: Layout, cargo: str) -> Term:
+        """Return the term in which one layer's weights travel to their slots between
+        owners, in one step, or their gradients back."""
+        view = layout.exchanged if layout.makes_replicas else layout
+        w = view.num_devices
+        if layout.store == "sharded":
+            num_experts, num_collectives = layout.slots_per_device, 1
+        else:
+            num_experts = view.offers_per_device + view.copies_per_device
+            num_collectives = 2
+        if num_experts == 0 or w == 1:
+            return Term("", 0, 0.0, 0.0)
+        sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
+        sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
+        times = 1 if layout.store == "resident" else self.micro_batches
+        if layout.makes_replicas:  # each exchange chooses its own copies
+            times *= layout.num_exchanges
+        return Term(
+            f"all_to_all {'_'.join(layout.axes)} {cargo}",
+            times * num_collectives,
+            times * sent_bytes,
+            times * sec,
+        )
+
+    def _domain_terms(self, layout: Layout) -> tuple[list[Term], list[Term]]:
+        """Return the terms in which a domain's devices gather one another's slots in
+        one step, once, and sum their gradients."""
+        if layout.domain is None:
+            return [], []
+        slots = layout.slots_per_device
+        if layout.makes_replicas:
+            slots = layout.experts_per_device
+        count, size = self.micro_batches, slots * self.bytes_per_expert
+        out_count, out_size = count, size
+        if layout.keeps_slots:
+            count = out_count = 1
+        elif layout.domain.compression is not None:
+            out_count, out_size = 1, size / layout.domain.compression
+        found, lines = self.groups(layout), self.lines
+        return (
+            exchange.domain_terms(
+                out_size, found, lines, "all_gather", out_count, "experts"
+            ),
+            exchange.domain_terms(
+                size, found, lines, "reduce_scatter", count, "gradients"
+            ),
+        )
+
+    def _data_terms(self, layout: Layout) -> Term:
+        """Return the term in which one layer gathers its slots over the devices on
+        which their width rests, in one step, once; or scatters their gradients."""
+        times = 1 if layout.gather == "step" else self.micro_batches
+        whole = times * self.num_whole(layout)
+        if layout.is_local:
+            mesh = self.lines.mesh
+            rest = {axis: mesh.get(axis, 1) for axis in ("dc", "data", "expert")}
+            size = whole * layout.tensor.expert_shards * self.bytes_per_expert
+            size *= rest["data"]
+            leaving = leaving_bytes("all_gather", size, terms.num_devices(rest)) / times
+            return terms.collective_term(
+                self.lines, "all_gather", rest, leaving, times, "weights"
+            )
+        if not self.gather_sec:
+            return Term("", 0, 0.0, 0.0)
+        data = self.lines.mesh.get("data", 1)
+        sent = whole * (data - 1) * self.bytes_per_expert
+        return Term("all_gather data weights", times, sent, whole * self.gather_sec)
+
+    def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
+        """Return the exposed time in which one layer's weights reach their slots and
+        the gradients return, in one step (`weight_terms`).
 
         Where collectives overlap other work, what is prefetched hides under the experts
         (`forward_sec` = T_FEC) and the rest of the block: Pro-Prophet, Eq. 8. The
         backward pass has twice that work, and with remat once more, under which slots
         that it fetches again hide too.
         """
-        each_layer_sec, once_sec = self._copies_sec(layout), 0.0
-        if layout.store == "resident":
-            each_layer_sec, once_sec = 0.0, 2 * each_layer_sec
-        if layout.gather == "step":
-            once_sec += self.gathers_sec(layout)
-        else:
-            each_layer_sec += self.num_gathers(layout)[1] * self.gather_sec
-        back_sec = self.num_fetched * each_layer_sec  # gradients, and slots again
-        if not (layout.prefetch and self.overlaps):
-            return once_sec + each_layer_sec + back_sec
-        work_sec = forward_sec + self.micro_batches * self.other_sec
-        hidden_sec = min(each_layer_sec, work_sec)
-        hidden_sec += min(back_sec, (1 + self.num_fetched) * work_sec)
-        return once_sec + each_layer_sec + back_sec - hidden_sec
+        found = self.weight_terms(layout)
+        return found.sec - self._hidden_sec(found, layout, forward_sec)
 
-    def _copies_sec(self, layout: Layout) -> float:
-        """Return the time in which one layer's weights travel to their slots within the
-        group, in one step, or their gradients back."""
-        w = layout.num_devices
-        if layout.store == "sharded":
-            num_experts, num_collectives = layout.slots_per_device, 1
-        else:
-            num_experts = layout.offers_per_device + layout.copies_per_device
-            num_collectives = 2
-        if num_experts == 0 or w == 1:
+    def _hidden_sec(
+        self, found: "WeightTerms", layout: Layout, forward_sec: float
+    ) -> float:
+        """Return the time of weights and gradients that other work hides."""
+        if not (layout.prefetch and self.overlaps):
             return 0.0
-        sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
-        sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
-        if layout.makes_replicas:  # each exchange chooses its own copies
-            sec *= layout.num_exchanges
-        return sec if layout.store == "resident" else self.micro_batches * sec
+        work_sec = forward_sec + self.micro_batches * self.other_sec
+        hidden_sec = min(_sec(found.ahead), work_sec)
+        return hidden_sec + min(_sec(found.back), (1 + self.num_fetched) * work_sec)
+
+    def predict(
+        self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
+    ) -> Prediction:
+        """Return the time of one layer in one step, with the slots `row_p`, as a sum of
+        named terms. Without remat that is 3 T_FEC + 4 T_A2A + T_sync."""
+        rows_up = layer_rows(load_we, row_p, layout)
+        rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
+        forward_sec, times = float(rows_u.max()) * row_sec, self.num_computed
+        mean_sec = float(rows_u.mean()) * row_sec
+        weights = self.weight_terms(layout)
+        hidden_sec = self._hidden_sec(weights, layout, forward_sec)
+        waits, hides = forward_sec > mean_sec, hidden_sec > 0
+        return terms.make_prediction(
+            Term("experts", times, 0.0, times * mean_sec),
+            Term("wait", times * waits, 0.0, times * (forward_sec - mean_sec)),
+            *self.row_terms(pair_rows(rows_up), layout),
+            *weights.ahead, *weights.back, *weights.once,
+            Term("hidden under the block", int(hides), 0.0, -hidden_sec),
+        )  # fmt: skip
 
     def layer_sec(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
     ) -> float:
-        """Return the time of one layer in one step, with the slots `row_p`.
-
-        Without remat that is 3 T_FEC + 4 T_A2A + T_sync.
-        """
-        forward_sec, wire_sec, sync_sec, _ = self._layer_secs(load_we, row_p, layout)
-        return (
-            self.num_computed * forward_sec + self.num_exchanged * wire_sec + sync_sec
-        )
+        """Return the time of one layer in one step, with the slots `row_p`: the sum of
+        the terms of `predict`."""
+        forward_sec, rows_sec, sync_sec, _ = self._layer_secs(load_we, row_p, layout)
+        return self.num_computed * forward_sec + rows_sec + sync_sec
 
     def _layer_secs(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
     ) -> tuple[float, float, float, float]:
-        """Return T_FEC, T_A2A and T_sync of one layer, and the forward time of a device
-        with the mean number of rows."""
-        rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
-        rows_w = device_rows(rows_wp)
-        forward_sec = self.compute_sec(rows_w)
-        wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
-        mean_sec = float(rows_w.mean()) * self.flops_per_row / self.flops_per_sec
-        return forward_sec, wire_sec, self.sync_sec(layout, forward_sec), mean_sec
+        """Return T_FEC, the time of all exchanges and T_sync of one layer, and the
+        forward time of a device with the mean number of rows."""
+        rows_up = layer_rows(load_we, row_p, layout)
+        rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
+        forward_sec = float(rows_u.max()) * row_sec
+        rows_sec = self.rows_sec(pair_rows(rows_up), layout)
+        mean_sec = float(rows_u.mean()) * row_sec
+        return forward_sec, rows_sec, self.sync_sec(layout, forward_sec), mean_sec
 
     def counted_step_parts(
         self,
@@ -203,29 +386,34 @@ class CostModel:
         in one exchange. With ragged transport the fullest device is taken to have
         received a share of (w - 1) / w.
         """
-        row_sec, w = self.flops_per_row / self.flops_per_sec, layout.num_devices
+        row_sec, w = self.row_sec(layout), layout.exchanged.num_devices
         num_exchanges = self.micro_batches * layout.num_exchanges
         wires_sec = copies_sec = 0.0
         for rows, pair in zip(fullest_rows_l.tolist(), fullest_pair_l.tolist()):
             copies_sec += self.sync_sec(layout, rows * row_sec)
-            if w > 1:
-                received = rows / num_exchanges * (w - 1) / w
-                wires_sec += self._exchanges_sec(pair, received, layout)
+            received = rows / num_exchanges * (w - 1) / w
+            wires_sec += _sec(self._row_terms(pair, received, layout))
         waits_l = np.maximum(fullest_rows_l - mean_rows_l, 0)
         return StepParts(
             experts=self.num_computed * float(mean_rows_l.sum()) * row_sec,
             wait=self.num_computed * float(waits_l.sum()) * row_sec,
-            wires=self.num_exchanged * wires_sec,
+            wires=wires_sec,
             copies=copies_sec,
             blocks=self._blocks_sec(num_blocks),
         )
 
+    def num_whole(self, layout: Layout) -> int:
+        """Return how many slots one layer gathers over data at a time: those of a
+        domain."""
+        view = layout.exchanged
+        if layout.makes_replicas:  # copies travel whole
+            return view.experts_per_device
+        return view.slots_per_device
+
     def num_gathers(self, layout: Layout) -> tuple[int, int]:
         """Return how many slots one layer gathers over data in one step, and of how
         many it scatters the gradients: in each micro-batch, or once (Layout.gather)."""
-        whole = layout.slots_per_device
-        if layout.makes_replicas:  # copies travel whole
-            whole = layout.experts_per_device
+        whole = self.num_whole(layout)
         if layout.gather == "step":
             return whole, whole
         return self.micro_batches * self.num_fetched * whole, self.micro_batches * whole
@@ -251,7 +439,7 @@ class CostModel:
     ) -> "StepParts":
         """Return the time of a step's blocks by parts, for loads and a plan. Without
         blocks, the parts add up to `step_sec`."""
-        forward_sec, wire_sec, copies_sec, mean_sec = np.sum(
+        forward_sec, wires_sec, copies_sec, mean_sec = np.sum(
             [
                 self._layer_secs(load_we, row_p, layout)
                 for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
@@ -261,7 +449,7 @@ class CostModel:
         return StepParts(
             experts=self.num_computed * mean_sec,
             wait=self.num_computed * (forward_sec - mean_sec),
-            wires=self.num_exchanged * wire_sec,
+            wires=wires_sec,
             copies=copies_sec,
             blocks=self._blocks_sec(num_blocks),
         )
@@ -296,9 +484,50 @@ class CostModel:
             moved = 2 * rounds * (w - 1) / w
         return moved and moved * self.bytes_per_move / self.bytes_per_sec
 
+    def between_units(self, layout: Layout) -> "CostModel":
+        """Return the cost model with which a policy plans the units of a layout: rows
+        travel between domains, and the members of a domain share out the weights that
+        reach it."""
+        if layout.domain is None:
+            return self
+        owners, line = self.groups(layout)["owners"], {}
+        if several := terms.whole_axes(owners):
+            line = find_line(self.lines, "all_to_all", several)
+        size = layout.domain_size
+        return dataclasses.replace(
+            self,
+            bytes_per_expert=self.bytes_per_expert / size,
+            bytes_per_move=self.bytes_per_move / size,
+            bytes_per_sec=line.get("bytes_per_sec", math.inf),
+            latency_sec=line.get("latency_sec", 0.0),
+            calibration=None,
+        )
+
     def as_dict(self) -> dict:
         """Return all fields by name."""
         return dataclasses.asdict(self)
+
+
+class WeightTerms(NamedTuple):
+    """Terms of one layer's weights and their gradients in one step, by what can hide
+    them (CostModel.sync_sec)."""
+
+    ahead: tuple[Term, ...]
+    """Weights of the forward pass."""
+    back: tuple[Term, ...]
+    """Gradients, and weights that the backward pass fetches again."""
+    once: tuple[Term, ...]
+    """What nothing hides: once a step, or when a layer's loads are known."""
+
+    @property
+    def sec(self) -> float:
+        """Seconds of all terms together."""
+        return _sec(self.ahead) + _sec(self.back) + _sec(self.once)
+
+
+def _sec(found: tuple[Term, ...]) -> float:
+    """Return the seconds of terms together."""
+    return sum(term.sec for term in found)
 
 
 @shown_by("step_parts")
@@ -346,14 +575,64 @@ def _max_off_device(pair_ww: np.ndarray) -> float:
 
 
 def _padded(fullest: float, layout: Layout) -> tuple[int, int]:
-    """Return the number of rounds of an exchange with padded transport, and the number
-    of rows that a device sends to others in all rounds, padding included."""
+    """Return the number of rounds of an exchange with padded transport, and the rows
+    that a device sends to each other one in all rounds, padding included."""
     left = fullest - layout.rows_per_peer - ROUNDING * fullest
     later_rounds = 0
     if left > 0 and layout.exchange == "exact":
         later_rounds = int(np.ceil(left / layout.rows_per_round))
-    rows = layout.rows_per_peer + later_rounds * layout.rows_per_round
-    return 1 + later_rounds, (layout.num_devices - 1) * rows
+    return 1 + later_rounds, layout.rows_per_peer + later_rounds * layout.rows_per_round
+
+
+def cost_model(
+    calibration: Calibration,
+    *,
+    d_model: int,
+    d_expert: int,
+    itemsize: int,
+    micro_batches: int,
+    other_flops_per_device: float,
+    remat: str = "none",
+    group: tuple[str, ...] = GROUP_AXES["expert"],
+    tokens: int = 0,
+) -> CostModel:
+    """Return the cost model of SwiGLU experts at the calibration's speeds.
+
+    An expert has three matrices [d_model, d_expert] and 2 FLOPs per weight and row. Its
+    hidden width is split over data until a layer computes, unless data is one of the
+    mesh axes of the group. `itemsize` is bytes per element in the compute dtype, and
+    `other_flops_per_device` the forward FLOPs of the rest of a block on one device in
+    one micro-batch. `tokens` are those of a tensor group in a micro-batch. Raises
+    ValueError where the calibration lacks a line.
+    """
+    data = 1 if "data" in group else calibration.mesh["data"]
+    weights = 3 * d_model * d_expert
+    gather_sec = 0.0
+    if data > 1:
+        gather = find_line(calibration, "all_gather", ("data",))
+        share_bytes = weights * itemsize / data
+        gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
+    line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
+    several = tuple(axis for axis in group if calibration.mesh[axis] > 1)
+    if several:
+        line = find_line(calibration, "all_to_all", several)
+    return CostModel(
+        flops_per_row=2 * weights,
+        bytes_per_row=d_model * itemsize,
+        bytes_per_expert=weights * itemsize / data,
+        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT / data,
+        flops_per_sec=calibration.flops_per_sec,
+        bytes_per_sec=line["bytes_per_sec"],
+        latency_sec=line["latency_sec"],
+        other_sec=other_flops_per_device / calibration.flops_per_sec,
+        compile_sec=calibration.compile_sec,
+        micro_batches=micro_batches,
+        gather_sec=gather_sec,
+        overlaps=calibration.device_kind != "cpu",
+        remat=remat,
+        tokens=tokens,
+        calibration=calibration,
+    )
 
 
 NOTES = CostModel(

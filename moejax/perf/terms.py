@@ -8,9 +8,8 @@ hidden under other work is a term below zero.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from moejax.choice import Choice
 from moejax.perf.calibration import Calibration, find_line
@@ -92,7 +91,7 @@ def collective_term(
     several = tuple([axis for axis, size in group.items() if size > 1])
     if not several:
         return Term(collective, 0, 0.0, 0.0)
-    line = find_line(calibration, collective, _whole(several))
+    line = find_line(calibration, collective, whole_axes(several))
     sec = line["latency_sec"] + leaving_bytes / line["bytes_per_sec"]
     name = f"{collective} {'_'.join(several)} {cargo}".rstrip()
     return Term(name, count, count * leaving_bytes, count * sec)
@@ -103,8 +102,7 @@ def split_term(term: Term, parts: int) -> Term:
     return dataclasses.replace(term, bytes=term.bytes / parts, sec=term.sec / parts)
 
 
-@functools.cache
-def _whole(axes: tuple[str, ...]) -> tuple[str, ...]:
+def whole_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Return the whole mesh axes that these axes, or parts of axes, belong to."""
     return tuple(dict.fromkeys(axis.partition("_")[0] for axis in axes))
 

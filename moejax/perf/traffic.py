@@ -11,6 +11,22 @@ import numpy as np
 
 from moejax.plan import dynamic_replication, water_filling
 from moejax.plan.layout import Layout, Split
+from moejax.plan.units import unit_loads, unit_slots
+
+
+def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return the rows of one layer from each source to each slot under a layout's
+    split, float [u, p].
+
+    Without domains sources are devices. With domains they are these, and slots are
+    those of all devices of each; rows are of one device of a domain, the mean over all
+    (`moejax.plan.units`).
+    """
+    # What shadows a step makes depends on its loads: without them rows are local first.
+    split = "local_first" if layout.split == "shadow" else layout.split
+    num_units = layout.exchanged.num_devices
+    load_ue, row_p = unit_loads(load_we, layout), unit_slots(row_p, layout)
+    return rows_by_slot(load_ue, row_p, num_units, split)
 
 
 def rows_by_slot(
@@ -26,8 +42,8 @@ def rows_by_slot(
     divides its rows as all sources together do. (On devices more rows stay at home, as
     far as round 0 has room.)
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
-    too. `row_p` has a device's own experts first, and as many slots for copies as it
-    has further entries.
+    too. `row_p` has a device's own experts, and as many empty slots as it may have
+    copies.
     shadow: not here, for what it copies depends on the prices of a layout.
     """
     assert split != "shadow", "the step alone knows which experts are worth a shadow"
@@ -110,6 +126,7 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
     """Return the rows from each source to each slot under split 'dynamic'."""
     num_devices, num_experts = load_we.shape
     slots, own = len(row_p) // num_devices, num_experts // num_devices
+    owned_e = row_p[row_p >= 0]  # no copies: those of the layer are made for the load
     layout = Layout(
         num_experts,
         num_devices,
@@ -121,7 +138,6 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
         offers_per_device=own,
         copies_per_device=slots - own,
     )
-    owned_e = row_p.reshape(num_devices, slots)[:, :own].reshape(-1)
     replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)
     return _divide_by_source(load_we, replicas.rows_p, replicas.row_p)
 

@@ -182,7 +182,8 @@ class Layout:
     prefetch: bool = False
     """Whether the weights of the next layer travel while this layer computes: copies,
     slots of the store 'sharded', the experts that a domain gathers, and what is
-    gathered over data. Not with split 'dynamic', whose copies follow the loads."""
+    gathered over data. Copies of a split that makes the replicas follow the loads, and
+    travel in the layer."""
     gather: Gather = "layer"
     """When slots are gathered over the data axis, along which their hidden width is
     split while parameters rest. 'layer' gathers those of a layer whenever it computes,
@@ -299,15 +300,24 @@ class Layout:
     @property
     def exchanged(self) -> "Layout":
         """Layout of the exchange of rows, in which each domain counts as one device
-        that has the slots of all its members, member after member."""
+        that has the slots of all its members, member after member.
+
+        Its budgets are those that any members can meet. A domain holds the copies of
+        all its members. It offers what one of them may, unless each may offer all of
+        its experts: all offers could be experts of the same member.
+        """
         if self.domain is None:
             return self
+        size, offers = self.domain_size, self.offers_per_device
+        if offers == self.experts_per_device:
+            offers *= size
         return dataclasses.replace(
             self,
-            num_devices=self.num_devices // self.domain_size,
-            slots_per_device=self.slots_per_device * self.domain_size,
+            num_devices=self.num_devices // size,
+            slots_per_device=self.slots_per_device * size,
+            offers_per_device=offers,
+            copies_per_device=self.copies_per_device * size,
             domain=None,
-            prefetch=False,
         )
 
     def has_loops(self, assignments_per_device: int) -> bool:
@@ -507,11 +517,6 @@ def _check_gather(layout: Layout) -> None:
             f"'{layout.store}' makes those of a layer in each micro-batch: use store="
             f"{' or '.join(map(repr, GATHERED_ONCE))}, or gather='layer'"
         )
-    if layout.domain is not None:
-        raise ValueError(
-            f"gather='step' keeps slots whole, and domain={layout.domain.shared} "
-            "gathers experts in each micro-batch: use gather='layer', or no domain"
-        )
 
 
 def _check_replicas_of_steps(layout: Layout) -> None:
@@ -519,11 +524,10 @@ def _check_replicas_of_steps(layout: Layout) -> None:
     if not layout.makes_replicas:
         return
     here = f"split='{layout.split}'"
-    if layout.store != "transient" or layout.prefetch:
+    if layout.store != "transient":
         raise ValueError(
             f"{here} plans the copies of a layer once its loads are known: use "
-            "store='transient' and prefetch=False, not store="
-            f"'{layout.store}' and prefetch={layout.prefetch}"
+            f"store='transient', not '{layout.store}'"
         )
     budgets = (layout.offers_per_device, layout.copies_per_device)
     if layout.num_devices > 1 and not all(budgets):
@@ -598,12 +602,6 @@ def _check_domain(layout: Layout) -> None:
             f"the domain's axis sizes {domain.sizes} are not those of "
             f"{group_name(layout.axes)} ({layout.num_devices} devices): give one size "
             "for each of its axes"
-        )
-    if layout.store != "owned" or layout.split != "even":
-        raise ValueError(
-            f"domain={domain.shared} gathers experts from their owners: use "
-            "store='owned' and split='even', not "
-            f"store='{layout.store}' and split='{layout.split}'"
         )
 
 

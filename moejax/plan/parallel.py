@@ -159,6 +159,15 @@ class Domain:
         return device
 
 
+def candidate_domains(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return all domains whose sizes divide those of a group's axes, smallest first.
+
+    The first has one device along each axis: plain expert parallelism.
+    """
+    divisors = [[n for n in range(1, size + 1) if size % n == 0] for size in sizes]
+    return sorted(itertools.product(*divisors), key=lambda d: (math.prod(d), d))
+
+
 def _indices(sizes) -> list[tuple[int, ...]]:
     """Return the indices of all elements of an array with these sizes, row-major."""
     return list(itertools.product(*(range(size) for size in sizes)))

@@ -3,7 +3,7 @@
 A schedule is the order of the collectives around the experts of a layer that has a
 tensor axis or expert shards. Its functions on devices are in
 moejax.moe.exchange.schedules, which also has a table of all schedules. Its predicted
-time is computed in moejax.perf.choose_schedule. Three sizes are used here:
+time is computed in moejax.perf.exchange. Three sizes are used here:
 
     size      devices of the tensor axis (MP); each holds all tokens of a tensor group
     shards    parts into which one expert is cut (ESP)
@@ -55,21 +55,23 @@ class ScheduleRules:
 
 
 SCHEDULES = {
+    "s1h": ScheduleRules(num_parts=_size, takes_ragged=True),
+    "s1": ScheduleRules(num_parts=_size),
+    "s2": ScheduleRules(num_windows=_size),
     "base": ScheduleRules(
         num_parts=lambda size, shards: max(size // shards, 1),
         num_gathered=lambda size, shards: shards,
         num_senders=lambda num_owners, shards: num_owners,
     ),
-    "s1": ScheduleRules(num_parts=_size),
-    "s2": ScheduleRules(num_windows=_size),
-    "s1h": ScheduleRules(num_parts=_size, takes_ragged=True),
     "local": ScheduleRules(num_senders=_one, is_local=True),
 }
-"""Rules of every schedule, by name."""
+"""Rules of every schedule, by name. Of equally fast ones the first is taken."""
 
 Schedule = Literal[*SCHEDULES]
 """Name of a schedule."""
 
+USUAL: Schedule = "base"
+"""Schedule that others are compared with: DeepSpeed-MoE's."""
 UNSPLIT: Schedule = "s2"
 """Schedule that works with any number of tokens, because every device of the tensor
 axis routes all tokens of its tensor group."""

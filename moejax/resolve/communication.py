@@ -1,28 +1,38 @@
 """Choice of how the layers of a run are cut over the mesh, and how rows travel.
 
-'auto' takes the schedule and the domain that are fastest by a calibration's speeds,
-of those that would run if they were named.
+'auto' takes the schedule and the domain whose layers take the least time by the cost
+model, together where both are open, of those that would run if they were named. The
+load is even, and experts are at home.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Mapping
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.choice import Choice
 from moejax.config import Config
-from moejax.perf import choose_domain, choose_schedule
+from moejax.perf import terms
 from moejax.perf.calibration import Calibration
-from moejax.plan.layout import ITEMSIZE
+from moejax.perf.terms import Prediction
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from moejax.plan.parallel import candidate_domains
+from moejax.plan.schedule_rules import SCHEDULES, USUAL
 from moejax.resolve import layouts
 from moejax.resolve.partition import (
     Partition,
     group_sizes,
-    micro_batch_tokens,
     partition_of,
+    rows_per_step,
 )
-from moejax.resolve.speeds import other_flops_per_device
+from moejax.resolve.speeds import make_cost_model
+
+Way = tuple[str, tuple[int, int]]
+"""A schedule ('auto' where no layer is cut over a tensor axis) and a domain."""
 
 
 def choose_communication(
@@ -35,133 +45,106 @@ def choose_communication(
     where there are none, with the reasons, and where the calibration lacks a collective
     that a prediction needs.
     """
-    _achieved_compression(cfg)  # refuses a ratio that no entry fits
-    schedule, scheduled = _choose_schedule(cfg, calibration, mesh)
-    domain, named = _choose_domain(scheduled, calibration, mesh)
-    choices = {"schedule": schedule, "domain": domain}
-    made = {name: choice for name, choice in choices.items() if choice is not None}
-    return partition_of(named), made
+    _check_compression(cfg)
+    ways = _open_ways(cfg)
+    if len(ways) == 1:
+        (schedule, domain), *_ = ways
+        return partition_of(_named(cfg, schedule, domain)), {}
+    possible = _possible(cfg, ways, mesh)
+    sec: dict[Way, Prediction] = {}
+    for way, (named, layout) in possible.items():
+        sec[way] = predict(named, layout, calibration)
+    best = terms.first_fastest(sec)
+    schedules = {s: sec[s, d] for s, d in sec if d == best[1]}
+    domains = {d: sec[s, d] for s, d in sec if s == best[0]}
+    choices = {}
+    if len({schedule for schedule, _ in ways}) > 1:
+        choices["schedule"] = terms.fastest(schedules, USUAL)
+    if len({domain for _, domain in sec}) > 1:
+        choices["domain"] = terms.fastest(domains, next(iter(domains)))
+    named, _ = possible[best]
+    return partition_of(named), choices
 
 
-def _choose_schedule(
-    cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
-) -> tuple[Choice | None, Config]:
-    """Return the choice of the schedule, and the configuration that names it; None
-    where it is named already, or no layer is cut over a tensor axis."""
+def predict(cfg: Config, layout: Layout, calibration: Calibration) -> Prediction:
+    """Return the predicted time of one layer of a run in one step, for an even load
+    with experts at home."""
+    cost = make_cost_model(cfg, calibration)
+    row_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+    return cost.predict(even_load(cfg, layout), row_p, layout)
+
+
+def even_load(cfg: Config, layout: Layout) -> np.ndarray:
+    """Return the rows of one layer in a step from each source device to each expert, if
+    all are equal: float [w, e]."""
+    shape = layout.num_devices, layout.num_experts
+    return np.full(shape, rows_per_step(cfg) / layout.num_experts)
+
+
+def _open_ways(cfg: Config) -> list[Way]:
+    """Return the schedules and domains among which a configuration leaves the choice.
+    Of equally fast ones the first is taken."""
     is_cut = cfg.mesh.tensor > 1 or cfg.expert_shards > 1
-    if not is_cut or cfg.dispatch.schedule != "auto":
-        return None, cfg
-    named = _possible(cfg, "schedule", choose_schedule.TIMES, mesh)
-    choice = choose_schedule.choose(micro_batch_shape(cfg), calibration, named)
-    return choice, named[choice.value]
+    schedules, domains = [cfg.dispatch.schedule], [cfg.dispatch.domain]
+    if is_cut and cfg.dispatch.schedule == "auto":
+        schedules = list(SCHEDULES)
+    if cfg.dispatch.domain == "auto":
+        # Domains along (dc, expert) that divide the group, smallest first.
+        sizes, domains = group_sizes(cfg), [(1, 1)]
+        if "data" not in sizes:
+            domains = candidate_domains((sizes.get("dc", 1), sizes["expert"]))
+    return list(itertools.product(schedules, domains))
 
 
-def _choose_domain(
-    cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
-) -> tuple[Choice | None, Config]:
-    """Return the choice of the domain, and the configuration that names it; None where
-    it is named already, or one domain alone can run."""
-    if cfg.dispatch.domain != "auto":
-        return None, cfg
-    # Domains along (dc, expert) that divide the group, smallest first.
-    sizes, domains = group_sizes(cfg), [(1, 1)]
-    if "data" not in sizes:
-        dc_and_expert = {"dc": sizes.get("dc", 1), "expert": sizes["expert"]}
-        domains = choose_domain.candidates(dc_and_expert)
-    named = _possible(cfg, "domain", domains, mesh)
-    if len(named) == 1:
-        return None, *named.values()
-    traffic, has_dc = layer_traffic(cfg, calibration), len(sizes) > 1
-    shared = [domain if has_dc else domain[1:] for domain in named]
-    choice = choose_domain.choose(traffic, calibration, shared)
-    return choice, named[choice.value if has_dc else (1, *choice.value)]
-
-
-def _possible[T](
-    cfg: Config, field: str, values: Iterable[T], mesh: Mesh | AbstractMesh
-) -> dict[T, Config]:
-    """Return the configuration with each value of a field of Dispatch with which it can
-    run, by value. Raises ValueError, one line, where it can run with none."""
+def _possible(
+    cfg: Config, ways: list[Way], mesh: Mesh | AbstractMesh
+) -> Mapping[Way, tuple[Config, Layout]]:
+    """Return the configuration and the layout of each way that can run. Raises
+    ValueError, one line, where none can."""
     possible, names_of = {}, collections.defaultdict(list)
-    for value in values:
+    num_schedules = len({schedule for schedule, _ in ways})
+    num_domains = len(ways) // num_schedules
+    for schedule, domain in ways:
         try:
-            named = _named(cfg, **{field: value})
-            is_open = named.dispatch.domain == "auto"  # yet to be chosen
-            partition = partition_of(_named(named, domain=(1, 1)) if is_open else named)
-            layouts.step_layout(named, partition, mesh)
-            possible[value] = named
+            named = _named(cfg, schedule, domain)
+            layout = layouts.step_layout(named, partition_of(named), mesh)
+            possible[schedule, domain] = named, layout
         except ValueError as refusal:
-            names_of[str(refusal)].append(repr(value))
+            name = [repr(schedule)] * (num_schedules > 1)
+            name += [repr(domain)] * (num_domains > 1)
+            names_of[str(refusal)].append(" with ".join(name))
     if possible:
         return possible
-    if len(names_of) == 1:  # a rule that has nothing to do with the field
+    if len(names_of) == 1:  # a rule that has nothing to do with the fields
         raise ValueError(*names_of)
     why = "; ".join(f"{', '.join(names)}: {why}" for why, names in names_of.items())
-    raise ValueError(f"Dispatch.{field}='auto' has no value that can run: {why}")
+    fields = ["Dispatch.schedule='auto'"] * (num_schedules > 1)
+    fields += ["Dispatch.domain='auto'"] * (num_domains > 1)
+    raise ValueError(f"{' and '.join(fields)} has no value that can run: {why}")
 
 
-def _named(cfg: Config, **fields) -> Config:
-    """Return the configuration with these fields of Dispatch. Without a domain there is
+def _named(cfg: Config, schedule: str, domain: tuple[int, int]) -> Config:
+    """Return the configuration with this schedule and domain. Without a domain there is
     nothing to compress."""
-    if fields.get("domain") == (1, 1):
+    fields = {"schedule": schedule, "domain": domain}
+    if domain == (1, 1):
         fields["compression"] = None
     return dataclasses.replace(
         cfg, dispatch=dataclasses.replace(cfg.dispatch, **fields)
     )
 
 
-def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
-    """Return the sizes of one MoE layer and micro-batch of a run."""
-    return choose_schedule.MicroBatchShape(
-        tokens=micro_batch_tokens(cfg),
-        d_model=cfg.model.d_model,
-        d_expert=cfg.moe.d_expert,
-        num_experts=cfg.moe.num_experts,
-        top_k=cfg.moe.top_k,
-        buffer_factor=cfg.dispatch.buffer_factor,
-        itemsize=ITEMSIZE[cfg.model.compute_dtype],
-        tensor=cfg.mesh.tensor,
-        expert_shards=cfg.expert_shards,
-        sizes=group_sizes(cfg),
-        remat=cfg.model.repeats,
-    )
-
-
-def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerTraffic:
-    """Return the bytes and seconds of one MoE layer of a run in one micro-batch."""
-    moe, dispatch, d_model = cfg.moe, cfg.dispatch, cfg.model.d_model
-    itemsize = ITEMSIZE[cfg.model.compute_dtype]
-    rows = micro_batch_tokens(cfg) * moe.top_k
-    expert_weights = 3 * d_model * moe.d_expert // cfg.expert_shards
-    return choose_domain.LayerTraffic(
-        row_bytes=dispatch.buffer_factor * rows / cfg.mesh.tensor * d_model * itemsize,
-        expert_bytes=moe.num_experts // cfg.group_size * expert_weights * itemsize,
-        pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
-        expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
-        sizes=group_sizes(cfg),
-        compression=_achieved_compression(cfg),
-        num_micro_batches=cfg.train.accumulate_steps,
-        remat=cfg.model.repeats,
-        is_prefetched=dispatch.prefetch is not False,
-        is_hierarchical=dispatch.transport == "hierarchical",
-    )
-
-
-def _achieved_compression(cfg: Config) -> float:
-    """Return the compression ratio that gathered experts reach.
-
-    It differs from the target, since blocks and entries are whole numbers. Raises
-    ValueError where not one entry fits.
-    """
+def _check_compression(cfg: Config) -> None:
+    """Raise ValueError for a compression ratio that not one entry of an expert fits."""
     from moejax.moe.weights.domains import achieved_ratio
 
     dispatch = cfg.dispatch
     if dispatch.compression is None:
-        return 1.0
+        return
     size = 3 * cfg.model.d_model * cfg.moe.d_expert // cfg.expert_shards
     size //= 1 if "data" in dispatch.group_axes else cfg.mesh.data
     try:
-        return achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
+        achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
     except ValueError as error:
         raise ValueError(
             f"Dispatch.compression={dispatch.compression:g}: {error}"

@@ -35,7 +35,7 @@ def is_open(gather: Gather | None, layout: Layout, gather_sec: float) -> bool:
 
     `gather_sec` is CostModel.gather_sec.
     """
-    can_keep = layout.store in GATHERED_ONCE and layout.domain is None
+    can_keep = layout.store in GATHERED_ONCE
     return gather is None and gather_sec > 0 and can_keep and not layout.is_local
 
 

@@ -7,12 +7,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import BATCH_AXES, MeshAxes, devices_of
 from moejax.balance.loads import loads_by_owner
-from moejax.balance.policies import check_plan, check_policy
+from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.kernels.device import device_here
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
-from moejax.perf.calibration import cost_model
+from moejax.perf.cost_model import cost_model
 from moejax.perf.target import of_device
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import ITEMSIZE
@@ -161,5 +161,5 @@ def make_plan(
     if current is None:
         current = setup.home_plan(len(tokens_lwe))
     load_lwe = loads_by_owner(tokens_lwe, sizes, layout)
-    plan = check_policy(policy).plan(load_lwe, layout, cost, current)
-    return check_plan(policy, plan, layout)
+    args = load_lwe, layout, cost, current
+    return make_valid_plan(policy, check_policy(policy), *args)

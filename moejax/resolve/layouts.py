@@ -198,14 +198,15 @@ def _store_sizes(
     """
     moe, dispatch = cfg.moe, cfg.dispatch
     own = moe.num_experts // partition.num_owners
+    most = moe.num_experts // partition.domain_size  # a domain needs an expert once
     alone, is_dynamic = moe.num_experts // cfg.mesh.expert, cfg.dispatch.makes_replicas
     slots = dispatch.slots_per_device
     if slots is None:
         slots = own
         if is_dynamic:
-            slots = min(2 * own, moe.num_experts)
+            slots = min(2 * own, most)
         elif check_policy(cfg.balance.policy).has_replicas and store != "owned":
-            slots = min(max(alone, own + 1), moe.num_experts)
+            slots = min(max(alone, own + 1), most)
     if store not in ("transient", "resident"):
         return slots, 0, 0
     copies = slots - own if is_dynamic else max(slots - own, 1)
@@ -220,8 +221,7 @@ def _home_chunks(cfg: Config, partition: Partition) -> int:
     hold all of them where hot experts have copies on all devices, else one
     (docs/decisions/0031-home-chunks.md)."""
     has_shadows = cfg.balance.policy in SHADOWING or cfg.dispatch.split == "shadow"
-    domain_size = 1 if partition.domain is None else partition.domain.num_devices
-    is_alone = partition.num_owners == domain_size
+    is_alone = partition.num_owners == partition.domain_size
     is_cut = partition.tensor is not None or cfg.dispatch.exchange == "capacity"
     return ALL_CHUNKS if has_shadows and not (is_alone or is_cut) else 1
 
@@ -265,21 +265,21 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             f"use Balance.policy='home' with it, not '{cfg.balance.policy}'"
         )
     is_local = partition.tensor is not None and partition.tensor.is_local
-    if (partition.domain is not None or is_local) and cfg.balance.policy != "home":
+    if is_local and cfg.balance.policy != "home":
         raise ValueError(
             f"Balance.policy='{cfg.balance.policy}' plans for owners between which all "
-            "rows travel, and with a domain or schedule='local' some rows do not: use "
-            "Balance.policy='home', or Dispatch.domain=(1, 1) and another "
-            "Dispatch.schedule"
+            "rows travel, and with schedule='local' some rows do not: use "
+            "Balance.policy='home', or another Dispatch.schedule"
         )
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if dispatch.store is None else dispatch.store
     slots, offers, copies = _store_sizes(cfg, partition, store)
-    if slots > moe.num_experts:
+    if slots * partition.domain_size > moe.num_experts:
         raise ValueError(
-            f"Dispatch.slots_per_device={slots} would give some expert more replicas "
-            f"than there are devices ({partition.num_owners}), and a device needs an "
-            f"expert only once: use num_experts={moe.num_experts} at most"
+            f"Dispatch.slots_per_device={slots} would give a device or domain more "
+            f"slots ({slots * partition.domain_size}) than there are experts "
+            f"({moe.num_experts}), each of which it needs only once: use "
+            f"{moe.num_experts // partition.domain_size} at most"
         )
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     for name, width in cfg.expert_widths.items():
@@ -305,13 +305,10 @@ def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> b
     layer ahead: those of a domain, those of a policy that says so, and on GPUs, where
     collectives travel beside other work, those that each layer gathers over data.
 
-    A split that makes replicas chooses them when a layer's loads are known, and dense
-    training has no slots.
+    Dense training has no slots.
     """
     if cfg.dispatch.prefetch is not None:
         return cfg.dispatch.prefetch
-    if cfg.dispatch.makes_replicas:
-        return False
     policy = check_policy(cfg.balance.policy)
     store = cfg.dispatch.store or policy.stores[0]
     is_split = cfg.mesh.data > 1 and "data" not in cfg.dispatch.group_axes

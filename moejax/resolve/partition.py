@@ -25,6 +25,11 @@ class Partition:
         """Fields of a Layout that follow from the partition, by name."""
         return {"axes": self.axes, "tensor": self.tensor, "domain": self.domain}
 
+    @property
+    def domain_size(self) -> int:
+        """Number of devices in one domain; 1 without domains."""
+        return 1 if self.domain is None else self.domain.num_devices
+
     def source_tokens(self, tokens: int) -> int:
         """Return how many of the `tokens` of a tensor group one source routes.
 
@@ -76,9 +81,11 @@ def group_sizes(cfg: Config) -> dict[str, int]:
 
 
 def rows_per_step(cfg: Config) -> float:
-    """Return the number of rows that one device sends to experts in a step."""
+    """Return the number of rows that one device computes in a step, if the load is
+    even: with whole experts or with its shards of them."""
     rows = micro_batch_tokens(cfg) * cfg.moe.top_k * cfg.train.accumulate_steps
-    return rows * cfg.expert_shards / cfg.mesh.tensor
+    shards = 1 if cfg.dispatch.is_local else cfg.expert_shards
+    return rows * shards / cfg.mesh.tensor
 
 
 def micro_batch_tokens(cfg: Config) -> int:

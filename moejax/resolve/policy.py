@@ -107,10 +107,6 @@ def choose_policy(
     for candidate in _others(cfg):
         applied = candidate.applied(cfg)
         try:
-            if found[home].domain is not None:
-                raise ValueError(
-                    "experts at home are gathered within a Dispatch.domain"
-                )
             layout = _first_layout(applied, mesh, calibration)
             _require_room(applied, layout, mesh, usable_bytes)
             found[candidate] = layout

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from moejax.balance.overflows import Prices
 from moejax.config import Config
 from moejax.model.flops import flops_per_token
-from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
-from moejax.perf.cost_model import NOTES, CostModel
+from moejax.perf.calibration import Calibration, check, read_calibration
+from moejax.perf.cost_model import NOTES, CostModel, cost_model
 from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, stated_calibration
 from moejax.perf.target import Target
 from moejax.plan.layout import ITEMSIZE, Topology
+from moejax.resolve.partition import micro_batch_tokens
 
 LOOP_SEC = 20e-6
 """Presumed time for which the host waits at a loop on a GPU: a copy of the condition to
@@ -34,6 +35,7 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             other_flops_per_device=other_flops_per_device(cfg),
             remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
+            tokens=micro_batch_tokens(cfg),
         )
     return dataclasses.replace(cost, loop_sec=LOOP_SEC)
 

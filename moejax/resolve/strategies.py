@@ -52,10 +52,10 @@ def find_strategies(run: Resolved) -> list[Strategy]:
     """Return the strategies of a run: those with its mesh, and those with
     Mesh.expert = 1.
 
-    There is none where experts lie along the tensor axis or in domains, of which other
-    tables speak (docs/communication.md).
+    There is none where experts lie along the tensor axis, of which other tables speak
+    (docs/communication.md).
     """
-    if run.layout.is_local or run.layout.domain is not None:
+    if run.layout.is_local:
         return []
     return [*_own_mesh(run), *_no_expert_axis(run.cfg)]
 
@@ -118,8 +118,8 @@ def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     """
     cfg, layout = run.cfg, run.layout
     cost = make_cost_model(cfg, calibration)
-    w = layout.num_devices
-    pair_ww = np.full((w, w), rows_per_step(cfg) / w)
+    u = layout.exchanged.num_devices
+    pair_uu = np.full((u, u), rows_per_step(cfg) / u)
     gathered, scattered = cost.num_gathers(layout)
     copies = dataclasses.replace(cost, gather_sec=0.0)  # slots over data: below
     weights_sec = copies.sync_sec(dataclasses.replace(layout, prefetch=False))
@@ -127,7 +127,7 @@ def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     weights_sec += scattered * _scatter_sec(run, calibration, cost.gather_sec)
     num_layers = cfg.model.num_moe_layers
     return LinkTime(
-        num_layers * cost.num_exchanged * cost.wire_sec(pair_ww, layout),
+        num_layers * cost.rows_sec(pair_uu, layout),
         num_layers * weights_sec,
     )
 

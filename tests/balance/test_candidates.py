@@ -205,9 +205,9 @@ def test_padded_exchanges_are_priced_by_the_observed_pairs():
         POLICIES["spread"], 0.05, 500, 3,
     )  # fmt: skip
     sec_l = candidates.sec_by_layer(ask, plan, layout)
-    more = cost.wire_sec(2 * pair_ww, layout) - cost.wire_sec(pair_ww, layout)
+    more = cost.rows_sec(2 * pair_ww, layout) - cost.rows_sec(pair_ww, layout)
     assert more > 0
-    assert np.isclose(sec_l[1] - sec_l[0], 4 * more)
+    assert np.isclose(sec_l[1] - sec_l[0], more)
     assert candidates.fitted(ask, plan, layout).rows_per_peer == 400
 
 

@@ -94,7 +94,7 @@ def call_halves(num_tokens: int) -> None:
         (lambda: make_layout(
              config(Topology(expert=4, tensor=2), schedule="local", store="sharded")),
          ["'local'", "store='owned'", "'sharded'"]),
-        (lambda: Tensor("s3", 2, 2), ["'s3' is none of base, s1, s2, s1h, local"]),
+        (lambda: Tensor("s3", 2, 2), ["'s3' is none of s1h, s1, s2, base, local"]),
         (lambda: make_layout(dataclasses.replace(
              config(Topology(expert=8, tensor=4), 8, schedule="s1h"),
              mesh=Topology(expert=8, tensor=16),

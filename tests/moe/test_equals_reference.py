@@ -19,7 +19,7 @@ import pytest
 from moejax.config import Router
 from moejax.moe import route
 from moejax.moe.exchange import dispatch
-from moejax.plan.layout import Layout, Topology
+from moejax.plan.layout import REPLICATING_SPLITS, Layout, Topology
 from tests.support.layers import (
     ALL_ROWS,
     ALONE,
@@ -90,7 +90,8 @@ def in_domain(mesh: Topology, shared: tuple[int, int], align_rows=1, **changes) 
     between domains."""
     fields = {"group": "dc_expert", "domain": shared, "rows_per_peer": 4} | changes
     make = functools.partial(layer_of, config(mesh, **fields), align_rows=align_rows)
-    return Case(make)
+    is_static = "split" not in changes or changes["split"] not in REPLICATING_SPLITS
+    return Case(make, has_replicas="store" in changes and is_static)
 
 
 def densely(mesh: Topology, router=None, **fields) -> Case:
@@ -132,6 +133,10 @@ QUICK = {
     "local": scheduled(2, 2, 4, "local", **ALL_ROWS),
     "domain, hierarchical, rounds": in_domain(PLAIN, (1, 2), **HIERARCHICAL),
     "domain over data": in_domain(DATA, (2, 1), **ALL_ROWS),
+    "domain, copies filled": in_domain(
+        PLAIN, (2, 1), store="transient", split="water_filling", slots_per_device=4,
+    ),
+    "domain, dynamic, halves": in_domain(DATA, (2, 1), split="dynamic", halves=True),
     "dense, parameters over data": densely(MESHES[FOUR]),
     "dense, shards of half": densely(TENSOR, schedule="s1h"),
     "dense, local": densely(
@@ -180,6 +185,28 @@ GRID = {
     f"domain {shared} on tensor, {name}": in_domain(TENSOR, shared, schedule=name)
     for shared, name in (((2, 1), "s1h"), ((1, 2), "s1"), ((2, 2), "s2"),
                          ((2, 1), "base"))
+} | {
+    f"domain {shared}, {store}, {split}": in_domain(
+        PLAIN, shared, store=store, split=split, slots_per_device=4
+    )
+    for store in ("transient", "resident", "sharded")
+    for split in ("even", "local_first", "water_filling")
+    for shared in ((2, 1), (1, 2))
+} | {
+    f"domain {shared}, {split}": in_domain(PLAIN, shared, split=split)
+    for split in REPLICATING_SPLITS
+    for shared in ((2, 1), (1, 2))
+} | {
+    f"domain on tensor, {split}, {name}": in_domain(
+        TENSOR, (2, 1), schedule=name, split=split
+    )
+    for split in REPLICATING_SPLITS
+    for name in ("s1h", "s1", "s2", "base")
+} | {
+    f"domain, {store}, whole slots": in_domain(
+        DATA, (2, 1), store=store, gather="step", **slots
+    )
+    for store, slots in (("owned", {}), ("resident", {"slots_per_device": 6}))
 } | {
     "dense, alone": densely(Topology(), Router(gate_scale=1.5, training="dense")),
     "dense, one shard": densely(Topology(expert=2, tensor=2), expert_shards=1),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from moejax.perf.calibration import cost_model
+from moejax.perf.cost_model import cost_model
 from moejax.plan.layout import GROUP_AXES
 from moejax.resolve.speeds import presumed
 

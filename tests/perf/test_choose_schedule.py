@@ -158,7 +158,7 @@ def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
         sec = {n: communication_sec(predict(shape, lines, n)) for n in ("s1", "s2")}
         s1, s2 = (by_name(predict(shape, lines, n)) for n in ("s1", "s2"))
         g1, g2 = s1["all_gather tensor tokens"].sec, s2["all_gather tensor rows"].sec
-        one_sec = s2["all_to_all expert_tensor"].sec / 2
+        one_sec = s2["all_to_all expert_tensor rows"].sec / 2
         is_s1 = g2 - g1 > overlap * min(one_sec, g2)
         assert (sec["s1"] < sec["s2"]) == is_s1
         if overlap == 0:

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moejax.perf.calibration import Calibration, cost_model
-from moejax.perf.cost_model import NOTES, CostModel, tight
+from moejax.perf.calibration import Calibration
+from moejax.perf.cost_model import NOTES, CostModel, cost_model, tight
 from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -52,10 +52,11 @@ def test_wires_by_transport(layout, changes, seconds):
     """Ragged rows take the most sent or received off a device, and padded ones whole
     buffers. The fullest pair decides the rounds."""
     cost = dataclasses.replace(COST, **changes)
-    assert cost.wire_sec(PAIR_WW, layout) == pytest.approx(seconds)
+    assert cost.rows_sec(PAIR_WW, layout) == pytest.approx(4 * seconds)
     if layout.exchange == "exact" and layout.transport == "padded":
         empty_sec = cost.micro_batches * (2 * 3 * 0.5 + 0.25)
-        assert cost.wire_sec(np.zeros((3, 3)), layout) == pytest.approx(empty_sec)
+        none_ww = np.zeros((3, 3))
+        assert cost.rows_sec(none_ww, layout) == pytest.approx(4 * empty_sec)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -223,7 +224,7 @@ def test_a_cost_model_of_a_calibration():
         flops_per_row=6 * 8 * 16, bytes_per_row=16, bytes_per_expert=3 * 8 * 16 * 2,
         bytes_per_move=3 * 8 * 16 * 12, flops_per_sec=3e12, bytes_per_sec=2e9,
         latency_sec=1e-5, other_sec=2e-3, compile_sec=7.5, micro_batches=4,
-        overlaps=False,
+        overlaps=False, calibration=CALIBRATION,
     )  # fmt: skip
     gpu = dataclasses.replace(CALIBRATION, device_kind="NVIDIA H100 80GB HBM3")
     assert cost_model(gpu, **SIZES).overlaps

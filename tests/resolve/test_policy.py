@@ -119,7 +119,6 @@ def test_stores_are_those_that_are_named_or_that_the_width_admits(run_at):
     [
         ("dispatch", {"exchange": "capacity"}, "drops rows by slot"),
         ("dispatch", {"split": "shadow"}, "makes the replicas that each micro-batch"),
-        ("dispatch", {"domain": (1, 2)}, "experts at home are gathered within a"),
     ],
 )
 def test_home_where_no_other_policy_can_run(part, fields, reason):

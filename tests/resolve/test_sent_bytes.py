@@ -57,15 +57,10 @@ def test_bytes_are_the_cost_models_times(dispatch, remat):
     found = sent_bytes(cfg, cost, layout)
     w, layers = layout.num_devices, cfg.model.num_moe_layers
     pair_ww = [[layout.rows_per_peer * cost.micro_batches] * w] * w
-    row_sec = cost.num_exchanged * cost.wire_sec(np.array(pair_ww), layout)
-    assert_close(total(found, "rows"), layers * row_sec * cost.bytes_per_sec)
-    if cost.gather_sec:
-        cost = dataclasses.replace(
-            cost,
-            gather_sec=cost.bytes_per_expert * (1 - 1 / 2) / cost.bytes_per_sec,
-        )
+    rows_sec = cost.rows_sec(np.array(pair_ww), layout)
+    assert_close(total(found, "rows"), layers * rows_sec * cost.bytes_per_sec)
     sync_sec = cost.sync_sec(layout)
-    moved = total(found, "weights", "gradients")
+    moved = total(found, "weights", "gradients", "experts")
     assert_close(moved, layers * sync_sec * cost.bytes_per_sec)
 
 
@@ -90,9 +85,10 @@ def test_hierarchical_rows_travel_on_each_axis():
     ("mesh", "fields", "names"),
     [
         (Topology(expert=2, tensor=2), {"schedule": "s1"},
-         {"all_to_all expert_tensor"}),
+         {"all_to_all expert_tensor rows", "all_gather tensor tokens"}),
         (Topology(dc=2, expert=2), {"group": "dc_expert", "domain": (2, 1)},
-         {"all_gather dc", "reduce_scatter dc", "all_to_all expert"}),
+         {"all_gather dc experts", "reduce_scatter dc gradients",
+          "all_to_all expert rows"}),
         (Topology(), {}, None),  # one device sends nothing
         (MESH, {"training": "dense"}, None),
     ],

@@ -78,6 +78,7 @@ STORES = {
 """Fields of Dispatch, with slots for random plans."""
 TENSOR = Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, expert=4)
+TWO_DCS_OF_DATA = Topology(dc=2, data=2, expert=2)
 DELTA = {
     "group": "dc_expert", "domain": (2, 2), "compression": 8.0,
 }  # fmt: skip
@@ -230,6 +231,36 @@ WAYS: dict[str, dict[str, Any]] = {
     "domain of two, unfetched": {
         "mesh": TWO_DCS,
         "dispatch": {"group": "dc_expert", "domain": (2, 1), "prefetch": False},
+    },
+    "domain, copies filled": {
+        "mesh": TWO_DCS,
+        "dispatch": {
+            "group": "dc_expert", "domain": (2, 1), "store": "resident",
+            "split": "water_filling", "slots_per_device": 2,
+        },
+        "balance": Balance(policy="micromoe"), "train": {"accumulate_steps": 2},
+    },
+    "domain, dynamic, a layer ahead": {
+        "mesh": TWO_DCS,
+        "dispatch": {
+            "group": "dc_expert", "domain": (1, 2), "split": "dynamic",
+            "prefetch": True,
+        },
+        "model": {"remat": "full"},
+    },
+    "domain over data, gathered once": {
+        "mesh": TWO_DCS_OF_DATA,
+        "dispatch": {
+            "group": "dc_expert", "domain": (2, 1), "store": "resident",
+            "gather": "step", "slots_per_device": 3,
+        },
+    },
+    "domain and tensor, sharded": {
+        "mesh": Topology(dc=2, expert=2, tensor=2),
+        "dispatch": {
+            "group": "dc_expert", "domain": (2, 1), "schedule": "s1h",
+            "store": "sharded", "slots_per_device": 3, "prefetch": True,
+        },
     },
     "hierarchical": {
         "mesh": TWO_DCS,

@@ -89,7 +89,10 @@ BALANCERS = [
         "makes none: use 'micromoe'",
     ),
     ((MICROMOE, "Dispatch.split = 'dynamic'"), "use Balance.policy='home' with it"),
-    ((MICROMOE, "Dispatch.slots_per_device = 9"), "more replicas than there are dev"),
+    (
+        (MICROMOE, "Dispatch.slots_per_device = 9"),
+        "more slots (9) than there are experts",
+    ),
 ]
 FOLDERS = [
     (("Model.from_hf = '{no}'",), "has no config.json"),

@@ -22,6 +22,7 @@ from moejax.balance.policies.micromoe import policy as micromoe
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Split, Store
+from moejax.plan.units import device_plan, unit_loads, unit_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +97,18 @@ def make_valid_plan(
     cost: CostModel,
     current: ExpertPlan,
 ) -> ExpertPlan:
-    """Return the policy's plan for a load; raise ValueError where it is invalid."""
-    plan = policy.plan(load_lwe, layout, cost, current)
-    return check_plan(name, plan, layout)
+    """Return the policy's plan for a load; raise ValueError where it is invalid.
+
+    With domains the policy plans for these (`moejax.plan.units`), at the cost of rows
+    between them.
+    """
+    if layout.domain is None:
+        plan = policy.plan(load_lwe, layout, cost, current)
+        return check_plan(name, plan, layout)
+    units, of_units = layout.exchanged, cost.between_units(layout)
+    args = unit_loads(load_lwe, layout), units, of_units, unit_plan(current, layout)
+    made = check_plan(name, policy.plan(*args), units)
+    return check_plan(name, device_plan(made, layout, current), layout)
 
 
 def check_plan(

@@ -46,9 +46,10 @@ def rebalance(
 ) -> np.ndarray:
     """Return the slots of one layer, int32 [p].
 
-    The variant is hierarchical where the nodes divide the groups, else global.
+    The variant is hierarchical where the nodes divide the groups and the devices, else
+    global.
     """
-    if num_groups % num_nodes:
+    if num_groups % num_nodes or num_devices % num_nodes:
         num_groups = num_nodes = 1
     load_ge = load_e.reshape(num_groups, -1)
     expert_ge = np.arange(len(load_e)).reshape(num_groups, -1)

@@ -13,6 +13,7 @@ a layer ahead, so that another plan costs nothing (store 'sharded', prefetched).
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,6 +49,7 @@ def search(
     lowest score."""
     load_e = load_we.sum(axis=0).astype(float)
     sizes = (layout.num_devices, layout.slots_per_device)
+    num_nodes = math.gcd(num_nodes, layout.num_devices)  # a domain may span several
     tables = [
         place(load_e, replicas_e, *sizes, num_nodes)
         for replicas_e in candidates(load_e, *sizes)

@@ -47,7 +47,7 @@ def pair(
     tables for water-filling (color_lq, num_colors_l stay as they were).
     """
     w, own = layout.num_devices, layout.experts_per_device
-    owned_wi = placement.owned_le.reshape(w, own)
+    owned_wi = placement.gathered_le.reshape(w, own)
     load_wi = load_e[owned_wi]
     pairs = _pair_devices(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
     given_wi = _grant_rows(pairs, load_wi)

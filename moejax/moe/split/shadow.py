@@ -26,8 +26,8 @@ def place(
     tables for water-filling (color_lq, num_colors_l stay as they were).
     """
     w, own = layout.num_devices, layout.experts_per_device
-    owned_wi = placement.owned_le.reshape(w, own)
-    owner_e = jnp.argsort(placement.owned_le).astype(jnp.int32) // own
+    owned_wi = placement.gathered_le.reshape(w, own)
+    owner_e = jnp.argsort(placement.gathered_le).astype(jnp.int32) // own
     shadow_c = _choose(counts_we, owner_e, layout)
     is_shadow_c = shadow_c >= 0
     owner_c = owner_e[jnp.maximum(shadow_c, 0)]

@@ -46,6 +46,7 @@ def is_awaited(mesh_layout: MeshLayout) -> bool:
     layout = mesh_layout.layout
     has_copies = layout.copies_per_device and layout.offers_per_device
     is_transient = layout.prefetch and layout.store == "transient"
+    is_transient = is_transient and not layout.makes_replicas
     is_gathered = mesh_layout.master_axes or mesh_layout.domain_axes
     return bool(is_transient and has_copies and not is_gathered)
 

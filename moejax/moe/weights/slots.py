@@ -138,7 +138,7 @@ def make_slots(
     attention_flops: float | None = None,
 ) -> tuple[Slots, Int[Array, " w"] | None]:
     """Return the slots of one layer in `dtype`, and what tells that copies in them have
-    arrived, or None.
+    arrived, or None. With a split that makes replicas these are own experts alone.
 
     `params` are the parameters gate_edf, up_edf and down_efd of the layer, and biases
     where experts have them, in the order of the plan's `owned_le`. An empty slot is
@@ -151,7 +151,9 @@ def make_slots(
     wait. It is known when what travels under the attention of that layer has arrived:
     the copies, or the offers alone if both take longer than `attention_flops`.
     """
-    store, own = mesh_layout.layout.store, own_experts(params, dtype).weights
+    layout, own = mesh_layout.layout, own_experts(params, dtype).weights
+    # Splits that make replicas add copies in the layer, once its loads are known.
+    store = "owned" if layout.makes_replicas else layout.store
     has_dependency = attention_flops is not None and is_awaited(mesh_layout)
 
     def body(own, placement, tracked_sx):
@@ -161,11 +163,10 @@ def make_slots(
             parts = list(own.values())
             is_short = fits_in_attention(parts, mesh_layout, attention_flops)
             dependency = zero_of(slots["down"] if is_short else offers_px)
-        if mesh_layout.layout.gather == "step":
+        of_domain = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
+        slots = gather_in_domain(*of_domain)
+        if layout.gather == "step":
             slots = _gather_width(slots, mesh_layout, gradient_reduce_dtype)
-        else:
-            of_domain = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
-            slots = gather_in_domain(*of_domain)
         return slots, dependency
 
     tracked_spec = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])

@@ -104,8 +104,8 @@ def test_the_cost_model_counts_a_chunk_as_a_pair():
     """A device keeps 12 rows, in chunks of 4, and sends 2 to each other one."""
     pair_ww = np.full((8, 8), 2.0) + 10 * np.eye(8)
     one, three = (
-        NOTES.wire_sec(pair_ww, chunked(EIGHT, n, rows_per_peer=4)) for n in (1, 3)
+        NOTES.rows_sec(pair_ww, chunked(EIGHT, n, rows_per_peer=4)) for n in (1, 3)
     )
-    rows_sec = 7 * 4 * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    rows_sec = 4 * 7 * 4 * NOTES.bytes_per_row / NOTES.bytes_per_sec
     assert np.isclose(three, rows_sec)
     assert np.isclose(one, 3 * rows_sec), "8 later rounds of one row"

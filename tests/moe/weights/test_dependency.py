@@ -46,6 +46,7 @@ def test_copies_wait_where_they_fit_under_attention(flops, fits):
         ({}, True),
         ({"prefetch": False}, False),
         ({"store": "resident"}, False),
+        ({"makes_replicas": True}, False),
         ({"copies_per_device": 0}, False),
         ({"master_axes": ("data",)}, False),
         ({"domain_axes": ("dc",)}, False),
@@ -54,7 +55,8 @@ def test_copies_wait_where_they_fit_under_attention(flops, fits):
 def test_rows_wait_for_copies_after_which_nothing_is_gathered(changes, is_awaited):
     fields = {
         "prefetch": True, "store": "transient", "copies_per_device": 2,
-        "offers_per_device": 1, "master_axes": (), "domain_axes": (),
+        "offers_per_device": 1, "makes_replicas": False, "master_axes": (),
+        "domain_axes": (),
     } | changes  # fmt: skip
     axes = {name: fields.pop(name) for name in ("master_axes", "domain_axes")}
     mesh_layout = SimpleNamespace(layout=SimpleNamespace(**fields), **axes)

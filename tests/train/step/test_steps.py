@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 OFTEN = (
     "resident, gathered once", "sharded, in halves", "dynamic, later rounds", "domain",
+    "domain, copies filled",
 )  # fmt: skip
 """Ways of `make test`. test_dense_weights.py has a tensor axis, and
 tests/train/balance/test_balancing.py water-filling."""
