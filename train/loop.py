@@ -272,7 +272,7 @@ class Run:
         record |= balancing.step_record(step, metrics.routing)
         sources = functools.partial(balancing.loads, metrics.routing)
         self.records.step(record, metrics.routing.tokens_le, sources)
-        balancing.observe(step, metrics.routing)
+        balancing.observe(step, metrics.routing, step_sec)
         self.goodput.tick(step)
         self.display.update(record)
 

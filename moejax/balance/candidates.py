@@ -3,7 +3,8 @@ priced in seconds.
 
     swap        the policy's plan for the current layout, in the layers where it pays
     relayout    a layout that differs in one respect (slots per device by one, store,
-                room for copies, rows per peer), and the policy's plan for it
+                room for copies, rows per peer, communication schedule, domain), and
+                the policy's plan for it
 """
 
 import dataclasses
@@ -53,6 +54,9 @@ class Question:
     """Copy of Balance.horizon_steps: the number of steps over which gains are summed.
     """
     max_slots_per_device: int
+    ways: tuple[Layout, ...] = ()
+    """Layouts of the run's first step under each communication schedule and domain that
+    may be chosen."""
     policy_name: str = "policy"
     """Name of the policy in error messages."""
 
@@ -153,7 +157,7 @@ def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
     if question.layout.exchange == "capacity":
         return []  # the layout decides which rows are dropped, and must not change
     now = question.layout
-    pairs = [(question.plan, now), (swapped, now)]
+    pairs = [(question.plan, now), (swapped, now), *_other_ways(question, swapped)]
     for roomy in _neighbours(question):
         base = question.plan.resized(roomy)
         new = _plan(question, roomy, question.cost, base)
@@ -172,6 +176,58 @@ def refits(question: Question) -> list[Candidate]:
     if layout == question.layout:
         return []
     return [price(question, question.plan, layout)]
+
+
+def other_ways(question: Question) -> list[Candidate]:
+    """Return a candidate for each other communication schedule and domain, with the
+    rows per peer of a first step, and another one with rows per peer that fit it."""
+    if question.layout.exchange == "capacity":
+        return []
+    pairs = list(_other_ways(question, question.plan))
+    pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
+    return [price(question, plan, layout) for plan, layout in pairs]
+
+
+def _other_ways(
+    question: Question, plan: ExpertPlan
+) -> Iterator[tuple[ExpertPlan, Layout]]:
+    """Yield a plan and a layout for each other communication schedule and domain.
+
+    `plan` is the best known one for the current layout, which stays where units do. For
+    other units the policy plans anew; a domain has room for each expert once.
+    """
+    now, ways = question.layout, question.ways
+    for way in ways if now.store in question.policy.stores else ():
+        if (way.tensor, way.domain) == (now.tensor, now.domain):
+            continue
+        most = now.num_experts // way.domain_size
+        slots = max(min(now.slots_per_device, most), now.experts_per_device)
+        layout = dataclasses.replace(
+            now,
+            tensor=way.tensor,
+            domain=way.domain,
+            transport=way.transport,
+            rows_per_peer=way.rows_per_peer,
+            home_chunks=way.home_chunks,
+            slots_per_device=slots,
+            copies_per_device=min(now.copies_per_device, slots),
+        )
+        if way.domain == now.domain:
+            yield plan, layout
+            continue
+        base = question.plan.resized(layout)
+        if not _fits(base, layout):
+            base = ExpertPlan.home_in(layout, base.num_layers)
+        yield _plan(question, layout, question.cost, base), layout
+
+
+def _fits(plan: ExpertPlan, layout: Layout) -> bool:
+    """Return whether a plan is valid for a layout."""
+    try:
+        plan.validate(layout)
+    except ValueError:
+        return False
+    return True
 
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
@@ -200,7 +256,8 @@ def objection(question: Question, candidate: Candidate) -> str:
         return (
             f"saves {saved}, too little in {question.horizon_steps} steps for {price}"
         )
-    if candidate.ratio > question.ratio:
+    has_other_units = candidate.layout.domain != question.layout.domain
+    if candidate.ratio > question.ratio and not has_other_units:
         return f"saves {saved}, but device max/mean would be {candidate.ratio:.2f}"
     return ""
 

@@ -28,6 +28,7 @@ from moejax.balance.planning import (
     Task,
 )
 from moejax.balance.settings import Settings
+from moejax.balance.step_clock import StepClock
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
@@ -40,7 +41,8 @@ KINDS = {
     "Decision": Decision, "Domain": Domain, "ExpertPlan": ExpertPlan, "Layout": Layout,
     "LoadTracker": LoadTracker, "Observed": Observed, "Overflows": Overflows,
     "Planner": Planner, "Refused": Refused, "Reply": Reply, "Settings": Settings,
-    "Snapshot": Snapshot, "State": State, "Task": Task, "Tensor": Tensor,
+    "Snapshot": Snapshot, "State": State, "StepClock": StepClock, "Task": Task,
+    "Tensor": Tensor,
 }  # fmt: skip
 """Classes of the values, by the names in JSON."""
 NAMES = {kind: name for name, kind in KINDS.items()}

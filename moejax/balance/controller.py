@@ -30,7 +30,7 @@ import dataclasses
 
 import numpy as np
 
-from moejax.balance import adoptions, candidates, loads
+from moejax.balance import adoptions, candidates, loads, step_clock
 from moejax.balance.adoptions import (
     Adoptions,
     is_asked,
@@ -42,6 +42,7 @@ from moejax.balance.candidates import Candidate, Question
 from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
 from moejax.balance.settings import Settings, find_policy
+from moejax.balance.step_clock import StepClock
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -72,6 +73,8 @@ class State(Adoptions):
     next decision does not."""
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled or did not fit into memory."""
+    clock: StepClock
+    """Times of steps, where a relayout may change schedule or domain."""
 
 
 def init(
@@ -106,6 +109,7 @@ def init(
         last_keep_step=None,
         is_relayout_due=False,
         refused=(),
+        clock=step_clock.init(),
     )
 
 
@@ -115,8 +119,10 @@ def observe(
     step: int,
     tokens_lwe: np.ndarray,
     fullest_pair_l: np.ndarray,
+    step_sec: float | None = None,
 ) -> State:
     """Return the state after one step's statistics, which may come some steps late.
+    `step_sec` is how long the step took; None: that is not known.
 
     Loads do not depend on the plan. Rows of pairs of devices do, so those of steps
     before the last adoption are forgotten.
@@ -125,9 +131,12 @@ def observe(
         state.tracker, half_life_steps=settings.half_life_steps
     )
     tracker = loads.observe(before, step, tokens_lwe, fullest_pair_l)
+    clock, is_before = state.clock, False
     if state.last_change_step is not None and step < state.last_change_step:
-        tracker = loads.forget_pairs(tracker)
-    return dataclasses.replace(state, tracker=tracker)
+        tracker, is_before = loads.forget_pairs(tracker), True
+    if len(settings.ways) > 1 and step_sec is not None and not is_before:
+        clock = step_clock.observe(clock, step_sec)
+    return dataclasses.replace(state, tracker=tracker, clock=clock)
 
 
 def decide(
@@ -142,6 +151,7 @@ def decide(
         return state, None
     ahead_steps = step + settings.lag_steps - state.tracker.step
     load_lwe = loads.forecast(state.tracker, ahead_steps)
+    state, cost = _with_seen_links(settings, cost, state, load_lwe)
     if is_last_call(settings, state, step):
         return _judge_anew(settings, cost, state, load_lwe, step)
     question = _question(settings, cost, state, load_lwe, state.layout)
@@ -150,7 +160,8 @@ def decide(
     )
     state = dataclasses.replace(state, is_active=is_active)
     may_swap, may_relayout = _may_change(settings, state, step)
-    if not may_swap and not (may_relayout and (is_active or _is_misfit(state))):
+    is_open = is_active or _is_misfit(state) or len(settings.ways) > 1
+    if not may_swap and not (may_relayout and is_open):
         return state, None
     if state.relayout is not None:  # until then a swap must have paid
         left_steps = state.relayout.adopt_step - step - settings.lag_steps
@@ -160,7 +171,9 @@ def decide(
     swaps = candidates.swap(question) if may_swap else []
     proposals = list(swaps)
     if may_relayout and not is_active:
-        proposals += candidates.refits(question)
+        others = candidates.other_ways(question) if state.tracker.is_settled else []
+        if others or _is_misfit(state):
+            proposals += candidates.refits(question) + others
     elif may_relayout and state.tracker.is_settled:
         best_plan = swaps[0].plan if swaps else state.coming_plan
         proposals += candidates.relayouts(question, best_plan)
@@ -181,6 +194,26 @@ def decide(
     decision = _change(settings, question, chosen, step)
     state = dataclasses.replace(state, is_relayout_due=chosen is not best)
     return pend(settings, state, decision), decision
+
+
+def _with_seen_links(
+    settings: Settings, cost: CostModel, state: State, load_lwe: np.ndarray
+) -> tuple[State, CostModel]:
+    """Return the state and the cost model in which the slowest axis of the group is as
+    slow as the times of steps say, where schedule and domain may change and the speeds
+    were measured."""
+    lines, group = cost.calibration, state.layout.axes
+    if len(settings.ways) < 2 or lines is None or not lines.is_measured:
+        return state, cost
+    slowed = cost.slowed(group, state.clock.slowdown)
+    if step_clock.extra_sec(state.clock):
+        rows = zip(load_lwe, state.plan.slot_to_expert_lp)
+        found = [slowed.predict(*each, state.layout) for each in rows]
+        wires_sec = sum(slowed.sec_on_slowest(each, group) for each in found)
+        clock = step_clock.settle(state.clock, wires_sec)
+        state = dataclasses.replace(state, clock=clock)
+        slowed = cost.slowed(group, clock.slowdown)
+    return state, slowed
 
 
 def _judge_anew(
@@ -273,6 +306,7 @@ def adopt(state: State) -> State:
     return dataclasses.replace(
         state,
         tracker=loads.forget_pairs(state.tracker),
+        clock=step_clock.forget(state.clock),
         last_change_step=coming.adopt_step,
         last_swap_step=coming.adopt_step if is_swap else state.last_swap_step,
         last_keep_step=state.last_keep_step if is_swap else None,
@@ -317,6 +351,7 @@ def _question(
         margin=settings.margin,
         horizon_steps=settings.horizon_steps,
         max_slots_per_device=settings.max_slots_per_device,
+        ways=settings.ways,
         policy_name=settings.policy,
     )
 

@@ -85,8 +85,7 @@ class Decision:
     @property
     def changes(self) -> dict[str, tuple]:
         """Fields of the layout that change: name to (before, after)."""
-        before = dataclasses.asdict(self.layout_before)
-        after = dataclasses.asdict(self.layout)
+        before, after = _named(self.layout_before), _named(self.layout)
         return {n: (before[n], after[n]) for n in after if before[n] != after[n]}
 
     def _describe_changes(self) -> list[str]:
@@ -106,6 +105,17 @@ class Decision:
             del record[name]
         changes = {name: list(pair) for name, pair in self.changes.items()}
         return {**record, "digest": self.plan.digest, "changes": changes}
+
+
+def _named(layout: Layout) -> dict[str, Any]:
+    """Return a layout's fields by name; in place of `tensor` the schedule, and of the
+    domain the number of its devices along each axis."""
+    fields = dataclasses.asdict(layout)
+    tensor, domain = layout.tensor, layout.domain
+    del fields["tensor"]
+    fields["schedule"] = None if tensor is None else tensor.schedule
+    fields["domain"] = None if domain is None else domain.shared
+    return fields
 
 
 def duration(seconds: float) -> str:

@@ -36,11 +36,12 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Observed:
     """Counts of one step: `tokens_lwe` as in RoutingStats, by device that splits the
-    batch, and `fullest_pair_l`."""
+    batch, and `fullest_pair_l`; and its time, where relayouts depend on that."""
 
     step: int
     tokens_lwe: np.ndarray
     fullest_pair_l: np.ndarray
+    step_sec: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,12 @@ def take(task: Task, planner: Planner, event: Event) -> tuple[Planner, Reply | N
         return Planner(controller.refuse(state), (state.plan, state.layout)), None
     load_lwe = loads_by_owner(event.tokens_lwe, task.batch_sizes, state.layout)
     state = controller.observe(
-        task.settings, state, event.step, load_lwe, event.fullest_pair_l
+        task.settings,
+        state,
+        event.step,
+        load_lwe,
+        event.fullest_pair_l,
+        event.step_sec,
     )
     if not adoptions.is_asked(task.settings, state, event.step):
         return dataclasses.replace(planner, state=state), None

@@ -4,7 +4,7 @@ import dataclasses
 
 from moejax.balance.policies import POLICIES, Policy, check_policy
 from moejax.config import Balance
-from moejax.plan.layout import Store
+from moejax.plan.layout import Layout, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Settings(Balance):
     num_expert_groups: int = 1
     """Number of groups of consecutive experts among which the router chooses first
     (Router.num_groups), each of which 'eplb' keeps on one node."""
+    ways: tuple[Layout, ...] = ()
+    """Layouts of the run's first step under each communication schedule and domain that
+    it leaves to be chosen; a relayout may change to those of another one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,9 +62,10 @@ class Settings(Balance):
         stores: tuple[Store, ...],
         num_steps: int | None = None,
         num_expert_groups: int = 1,
+        ways: tuple[Layout, ...] = (),
     ) -> "Settings":
         """Return the settings of a run of this many steps, with this limit on slots,
-        these stores and these groups of experts."""
+        these stores, groups of experts and ways to communicate."""
         return cls(
             **dataclasses.asdict(balance)
             | {
@@ -69,6 +73,7 @@ class Settings(Balance):
                 "stores": stores,
                 "num_steps": num_steps,
                 "num_expert_groups": num_expert_groups,
+                "ways": ways,
             }
         )
 

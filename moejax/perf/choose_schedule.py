@@ -24,8 +24,10 @@ from moejax.choice import Choice
 from moejax.perf import exchange, terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
-from moejax.plan.schedule_rules import USUAL
+from moejax.plan.schedule_rules import SCHEDULES, USUAL
 
+SOURCES = {"s2": "sizes", "base": "owners"}
+"""Groups of the devices that exchange counts of rows; otherwise all do."""
 COUNT_BYTES = 4
 """Bytes of one expert's load, which is exchanged as an int32."""
 
@@ -90,7 +92,7 @@ def choose(
 ) -> Choice[str]:
     """Return the fastest of the schedules; None: of all. Whether one can run with the
     rest of a configuration is not asked here (moejax.resolve.communication)."""
-    names = [name for name in TIMES if schedules is None or name in schedules]
+    names = [name for name in SCHEDULES if schedules is None or name in schedules]
     predictions = {name: predict(shape, calibration, name) for name in names}
     return terms.fastest(predictions, USUAL)
 
@@ -101,10 +103,30 @@ def predict(
     """Return the time of one layer and micro-batch, in training with the backward pass.
 
     Loads are even, no row is dropped, and collectives are serial except for
-    MicroBatchShape.overlap. Beside the terms of Parm there are those of the counts of
-    rows, and of weights that rest in parts over data (local: over the group too).
+    MicroBatchShape.overlap. Beside the terms of Parm (moejax.perf.exchange) there are
+    those of the counts of rows, and of weights that rest in parts over data (local:
+    over the group too).
     """
-    return terms.make_prediction(*TIMES[schedule](_TermMaker(shape, calibration)))
+    maker, rules = _TermMaker(shape, calibration), SCHEDULES[schedule]
+    sizes = shape.tensor, shape.expert_shards
+    share = rules.num_gathered(*sizes) / rules.num_parts(*sizes)
+    if rules.is_local:
+        apart = {"data": calibration.mesh["data"], **shape.sizes}
+        rows = shape.top_k * shape.tokens / shape.tensor
+        return terms.make_prediction(
+            *maker.rows(schedule, share),
+            *maker.routed(shape.tokens, {}),
+            maker.experts(rows, shape.d_expert),
+            *maker.weights(apart, shape.num_experts / shape.tensor),
+        )
+    times = min(sizes) if schedule == "base" else 1
+    sources = SOURCES.get(schedule, "everyone")
+    found = shape.groups | {"sizes": shape.sizes}
+    return terms.make_prediction(
+        *maker.rows(schedule, share),
+        *maker.routed(share * shape.tokens, found[sources]),
+        *maker.computed(times),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,50 +198,3 @@ class _TermMaker:
         owned = s.num_experts / num_devices(s.groups["owners"]) / s.expert_shards
         weights = self.weights({"data": data}, owned)
         return self.experts(rows, s.d_expert / s.expert_shards), *weights
-
-
-def _s1(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule s1."""
-    s = p.shape
-    routed = p.routed(s.tokens / s.tensor, s.groups["everyone"])
-    return *p.rows("s1", 1 / s.tensor), *routed, *p.computed()
-
-
-def _s1h(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule s1h."""
-    s = p.shape
-    routed = p.routed(s.tokens / s.tensor, s.groups["everyone"])
-    return *p.rows("s1h", 1 / s.tensor), *routed, *p.computed()
-
-
-def _s2(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule s2."""
-    return *p.rows("s2", 1.0), *p.routed(p.shape.tokens, p.shape.sizes), *p.computed()
-
-
-def _base(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule base."""
-    s = p.shape
-    part = s.expert_shards * min(1.0, s.expert_shards / s.tensor)
-    return (
-        *p.rows("base", part),
-        *p.routed(s.tokens * part, s.groups["owners"]),
-        *p.computed(times=min(s.tensor, s.expert_shards)),
-    )
-
-
-def _local(p: _TermMaker) -> tuple[Term, ...]:
-    """Return the terms of schedule local."""
-    s = p.shape
-    apart = {"data": p.calibration.mesh["data"], **s.sizes}
-    return (
-        *p.rows("local", 0.0),
-        *p.routed(s.tokens, {}),
-        p.experts(s.top_k * s.tokens / s.tensor, s.d_expert),
-        *p.weights(apart, s.num_experts / s.tensor),
-    )
-
-
-TIMES = {"s1h": _s1h, "s1": _s1, "s2": _s2, "base": _base, "local": _local}
-"""Function that returns the terms of each schedule's time. If schedules are equally
-fast, the first is taken."""

@@ -491,7 +491,7 @@ class CostModel:
         if layout.domain is None:
             return self
         owners, line = self.groups(layout)["owners"], {}
-        if several := terms.whole_axes(owners):
+        if several := terms.whole_axes(axis for axis, n in owners.items() if n > 1):
             line = find_line(self.lines, "all_to_all", several)
         size = layout.domain_size
         return dataclasses.replace(
@@ -502,6 +502,38 @@ class CostModel:
             latency_sec=line.get("latency_sec", 0.0),
             calibration=None,
         )
+
+    def slowed(self, group: tuple[str, ...], factor: float) -> "CostModel":
+        """Return the cost model in which collectives over the slowest axis of a group,
+        the first of its axes with several devices, are slower by a factor."""
+        several = self._several(group)
+        if factor == 1.0 or self.calibration is None or not several:
+            return self
+
+        def slower(axes: str, line: dict[str, float]) -> dict[str, float]:
+            rate = line["bytes_per_sec"] / factor
+            is_slow = several[0] in axes.split("_")
+            return line | ({"bytes_per_sec": rate} if is_slow else {})
+
+        collectives = {
+            name: {axes: slower(axes, line) for axes, line in lines.items()}
+            for name, lines in self.calibration.collectives.items()
+        }
+        lines = dataclasses.replace(self.calibration, collectives=collectives)
+        line = find_line(lines, "all_to_all", several)
+        return dataclasses.replace(
+            self, calibration=lines, bytes_per_sec=line["bytes_per_sec"]
+        )
+
+    def sec_on_slowest(self, found: Prediction, group: tuple[str, ...]) -> float:
+        """Return the seconds of a prediction's collectives over the slowest axis of a
+        group."""
+        several = self._several(group)
+        return sum(found.along(axis) for axis in several[:1])
+
+    def _several(self, group: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the axes of a group that have several devices."""
+        return tuple(axis for axis in group if self.lines.mesh.get(axis, 1) > 1)
 
     def as_dict(self) -> dict:
         """Return all fields by name."""

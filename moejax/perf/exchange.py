@@ -161,29 +161,18 @@ class _Maker:
 
     def exchanged(self, group: str, size: float) -> list[Term]:
         """Return the terms of sending rows to the devices of a group, and back."""
-        devices, count = self.groups[group], 2 * self.passes.count
-        if self.buffer.ragged_bytes is not None and devices:
-            rounds = self.buffer.rounds
-            leaving = self.buffer.ragged_bytes / rounds
-            return [
-                terms.collective_term(
-                    self.lines, "all_to_all", devices, leaving, count * rounds, "rows"
-                )
-            ]
-        if not self.is_hierarchical:
-            return [self.collective("all_to_all", group, size, count)]
-        rounds, kind = self.buffer.rounds, "all_to_all"
-        return [
-            terms.collective_term(
-                self.lines,
-                kind,
-                {axis: n},
-                leaving_bytes(kind, size / rounds, n),
-                count * rounds,
-                "rows",
-            )
-            for axis, n in devices.items()
-        ]
+        devices, buffer = self.groups[group], self.buffer
+        steps = [devices]
+        if self.is_hierarchical:
+            steps = [{axis: n} for axis, n in devices.items()]
+        found, count = [], 2 * self.passes.count * buffer.rounds
+        for step in steps:
+            leaving = leaving_bytes("all_to_all", size, num_devices(step))
+            if buffer.ragged_bytes is not None:
+                leaving = buffer.ragged_bytes
+            args = self.lines, "all_to_all", step, leaving / buffer.rounds
+            found.append(terms.collective_term(*args, count, "rows"))
+        return found
 
     def tokens(self, group: str) -> Term:
         """Return the term of gathering a layer's output, and in training the gradients

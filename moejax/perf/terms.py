@@ -50,6 +50,12 @@ class Prediction:
         `collective`; '' is every term."""
         return sum(t.bytes for t in self.terms if t.name.startswith(collective))
 
+    def along(self, axis: str) -> float:
+        """Return the seconds of all collectives along a mesh axis or a part of it."""
+        return sum(
+            t.sec for t in self.terms if axis in t.name.replace("_", " ").split()
+        )
+
     def total_sec(self, collective: str) -> float:
         """Return the seconds of all terms whose names begin with `collective`."""
         return sum(t.sec for t in self.terms if t.name.startswith(collective))

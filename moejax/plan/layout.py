@@ -233,6 +233,14 @@ class Layout:
         return self.tensor is not None and self.tensor.is_local
 
     @property
+    def shards(self) -> tuple[int, int]:
+        """Size of the tensor axis, and number of parts of an expert: how parameters
+        rest. Schedules other than 'local' and domains share them."""
+        if self.tensor is None:
+            return 1, 1
+        return self.tensor.size, self.tensor.expert_shards
+
+    @property
     def num_sources(self) -> int:
         """Number of sources: sets of tokens that are routed together and from which a
         device receives rows. Without a tensor axis each device is one source."""
@@ -511,7 +519,7 @@ def _check_gather(layout: Layout) -> None:
     """Check that slots which are gathered once a step are made once a step."""
     if layout.gather == "layer":
         return
-    if layout.store not in GATHERED_ONCE:
+    if layout.store not in GATHERED_ONCE and not layout.makes_replicas:
         raise ValueError(
             f"gather='step' keeps the slots of all layers for a step, and store="
             f"'{layout.store}' makes those of a layer in each micro-batch: use store="
@@ -530,7 +538,7 @@ def _check_replicas_of_steps(layout: Layout) -> None:
             f"store='transient', not '{layout.store}'"
         )
     budgets = (layout.offers_per_device, layout.copies_per_device)
-    if layout.num_devices > 1 and not all(budgets):
+    if layout.num_devices > layout.domain_size and not all(budgets):
         raise ValueError(
             f"{here} needs offers_per_device and copies_per_device of at least "
             f"1, and they are {budgets[0]} and {budgets[1]}: "
@@ -602,6 +610,14 @@ def _check_domain(layout: Layout) -> None:
             f"the domain's axis sizes {domain.sizes} are not those of "
             f"{group_name(layout.axes)} ({layout.num_devices} devices): give one size "
             "for each of its axes"
+        )
+    kept = (layout.store, layout.split, layout.gather)
+    if domain.compression is not None and kept != ("owned", "even", "layer"):
+        raise ValueError(
+            f"compression={domain.compression:g} sends changes of the experts that "
+            "each device owns: use store='owned', split='even' and gather='layer', not "
+            f"store='{layout.store}', split='{layout.split}' and "
+            f"gather='{layout.gather}'"
         )
 
 

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -35,11 +36,21 @@ Way = tuple[str, tuple[int, int]]
 """A schedule ('auto' where no layer is cut over a tensor axis) and a domain."""
 
 
+class Communication(NamedTuple):
+    """How the layers of a run are cut over the mesh, and what else they could be."""
+
+    partition: Partition
+    choices: dict[str, Choice]
+    """Choices of 'schedule' and 'domain' where predicted times made them."""
+    layouts: tuple[Layout, ...]
+    """Layouts of the first step in every way among which the choice was."""
+
+
 def choose_communication(
     cfg: Config, calibration: Calibration, mesh: Mesh | AbstractMesh
-) -> tuple[Partition, dict[str, Choice]]:
-    """Return the partition of a run's layers, and the choices of 'schedule' and
-    'domain' where predicted times made them.
+) -> Communication:
+    """Return the partition of a run's layers, and the other ways to communicate that a
+    configuration leaves open.
 
     'auto' chooses among the values that would run if they were named. Raises ValueError
     where there are none, with the reasons, and where the calibration lacks a collective
@@ -49,7 +60,7 @@ def choose_communication(
     ways = _open_ways(cfg)
     if len(ways) == 1:
         (schedule, domain), *_ = ways
-        return partition_of(_named(cfg, schedule, domain)), {}
+        return Communication(partition_of(_named(cfg, schedule, domain)), {}, ())
     possible = _possible(cfg, ways, mesh)
     sec: dict[Way, Prediction] = {}
     for way, (named, layout) in possible.items():
@@ -63,7 +74,8 @@ def choose_communication(
     if len({domain for _, domain in sec}) > 1:
         choices["domain"] = terms.fastest(domains, next(iter(domains)))
     named, _ = possible[best]
-    return partition_of(named), choices
+    found = tuple(layout for _, layout in possible.values())
+    return Communication(partition_of(named), choices, found)
 
 
 def predict(cfg: Config, layout: Layout, calibration: Calibration) -> Prediction:

@@ -147,8 +147,11 @@ def exact_layout(
     return with_aligned_slots(cfg, layout, mesh)
 
 
-def balancer_settings(cfg: Config, layout: Layout) -> Settings:
-    """Return the balancer's settings for a run that starts in `layout`.
+def balancer_settings(
+    cfg: Config, layout: Layout, ways: tuple[Layout, ...] = ()
+) -> Settings:
+    """Return the balancer's settings for a run that starts in `layout`. `ways` are the
+    layouts under each schedule and domain that the configuration leaves open.
 
     Raises ValueError for a split or a store that the policy cannot work with.
     """
@@ -164,7 +167,17 @@ def balancer_settings(cfg: Config, layout: Layout) -> Settings:
         max_slots = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
     stores, num_steps = _possible_stores(cfg), cfg.train.num_steps
     groups = cfg.router.num_groups
-    return Settings.of(cfg.balance, max_slots, stores, num_steps, groups)
+    # Compressed copies of a domain's experts are state of the run, which stays.
+    may_change = cfg.dispatch.compression is None and cfg.balance.policy != "home"
+    ways = tuple(way for way in ways if may_change and _is_relayout(layout, way))
+    return Settings.of(cfg.balance, max_slots, stores, num_steps, groups, ways)
+
+
+def _is_relayout(layout: Layout, way: Layout) -> bool:
+    """Return whether a run can change to the schedule and domain of another layout:
+    parameters rest in the same way, and steps treat overflows and slots alike."""
+    kept = "num_devices", "axes", "shards", "overflow", "align_rows"
+    return all(getattr(layout, name) == getattr(way, name) for name in kept)
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
@@ -263,6 +276,12 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             f"Dispatch.split='{dispatch.split}' makes the replicas that each "
             "micro-batch needs: "
             f"use Balance.policy='home' with it, not '{cfg.balance.policy}'"
+        )
+    if dispatch.compression is not None and cfg.balance.policy != "home":
+        raise ValueError(
+            f"Dispatch.compression={dispatch.compression:g} sends changes of experts "
+            "that stay where they are: use Balance.policy='home', not "
+            f"'{cfg.balance.policy}', or Dispatch.compression=None"
         )
     is_local = partition.tensor is not None and partition.tensor.is_local
     if is_local and cfg.balance.policy != "home":

@@ -143,7 +143,7 @@ def _first_layout(
 ) -> Layout:
     """Return the layout of the first step of a configuration. Raises ValueError, with
     the reason, for one that cannot run."""
-    partition, _ = choose_communication(cfg, calibration, mesh)
+    partition = choose_communication(cfg, calibration, mesh).partition
     layout = layouts.step_layout(cfg, partition, mesh)
     layouts.balancer_settings(cfg, layout)
     return layout

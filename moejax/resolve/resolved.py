@@ -137,14 +137,12 @@ class Resolved:
     def relaid(self, layout: Layout) -> "Resolved":
         """Return the same run with another layout of its step.
 
-        A relayout changes slots, store, split and buffers. Raises ValueError where
-        `layout` is partitioned over the mesh in another way, since the parameters would
-        have to move, or treats overflows or the rows of slots in another way.
+        A relayout changes slots, store, split, buffers, communication schedule and
+        domain. Raises ValueError where experts have other owners or shards in `layout`,
+        since the parameters would have to move, and where it treats overflows or the
+        rows of slots in another way.
         """
-        kept = (
-            "num_experts", "num_devices", "axes", "tensor", "domain", "overflow",
-            "align_rows",
-        )  # fmt: skip
+        kept = "num_experts", "num_devices", "axes", "shards", "overflow", "align_rows"
         for name in kept:
             now, new = getattr(self.layout, name), getattr(layout, name)
             if now != new:
@@ -246,7 +244,8 @@ def resolve(
     if cfg.balance.policy == AUTO:
         policy["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)
         balanced = policy["policy"].value.applied(cfg)
-    partition, communication = choose_communication(balanced, calibration, mesh)
+    found = choose_communication(balanced, calibration, mesh)
+    partition, communication = found.partition, found.choices
     cost = make_cost_model(balanced, calibration)
     layout = layouts.with_shadow_prices(
         layouts.step_layout(balanced, partition, mesh), cost
@@ -259,7 +258,7 @@ def resolve(
         owning=layouts.owning_layout(balanced, partition),
         calibration=calibration,
         cost=cost,
-        settings=layouts.balancer_settings(balanced, layout),
+        settings=layouts.balancer_settings(balanced, layout, found.layouts),
         chosen=policy | communication,
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)

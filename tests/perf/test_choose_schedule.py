@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 
 from moejax.perf.calibration import leaving_bytes
-from moejax.perf.choose_schedule import (
-    TIMES,
-    MicroBatchShape,
-    choose,
-    predict,
-)
+from moejax.perf.choose_schedule import MicroBatchShape, choose, predict
 from moejax.perf.terms import Term
+from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
 
-SCHEDULES = tuple(TIMES)
+SCHEDULES = tuple(RULES)
 ALL_BUT_LOCAL = ("s1h", "s1", "s2", "base")
 SHAPE = MicroBatchShape(
     tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,

@@ -139,7 +139,7 @@ RUN = make_run(CFG)
     [
         (Layout.home(8, 2, 64), "num_devices=4"),
         (Layout.home(16, 4, 64), "num_experts=8"),
-        (Layout.home(8, 4, 64, tensor=Tensor("s1h", 2, 2)), "tensor=None"),
+        (Layout.home(8, 4, 64, tensor=Tensor("s1h", 2, 2)), r"shards=\(1, 1\)"),
         (dataclasses.replace(RUN.layout, overflow="redo"), "overflow=rounds"),
         (dataclasses.replace(RUN.layout, align_rows=64), "align_rows=1"),
     ],

@@ -26,7 +26,7 @@ def make_layout(cfg: Config, device: AbstractDevice | None = None) -> Layout:
     """Return the layout of the run's step, without resolving the policy, on devices of
     this kind (default: those of this machine)."""
     mesh = _abstract_mesh(cfg, device)
-    partition, _ = choose_communication(cfg, load_calibration(cfg), mesh)
+    partition = choose_communication(cfg, load_calibration(cfg), mesh).partition
     return step_layout(cfg, partition, mesh)
 
 

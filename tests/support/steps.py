@@ -36,7 +36,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from moejax.resolve.resolved import resolve
 from tests.support.close import assert_close
-from tests.support.random_plans import owners_alone, random_plan, roomy
+from tests.support.random_plans import random_plan, roomy
 from tests.support.resolved import aligned_slots
 from train.balance.migrate import Mover
 from train.step.compiled import on_devices, trace_train_step
@@ -186,6 +186,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "dynamic, in halves": {
         "dispatch": STORES["dynamic"], "moe": {"halves": True},
         "model": {"remat": "full"},
+    },
+    "dynamic, gathered once": {
+        "dispatch": STORES["dynamic"] | {"gather": "step"},
+        "train": {"accumulate_steps": 2},
     },
     "halves": {"moe": {"halves": True}},
     "halves, later rounds": {
@@ -432,13 +436,11 @@ def home(case: StepCase) -> ExpertPlan:
 
 def other_plan(case: StepCase, rng) -> ExpertPlan:
     """Return a plan with random owners and replicas, as far as the layout has room."""
-    layout, num_layers = case.model.layout, case.model.cfg.model.num_moe_layers
-    if layout.domain is not None or case.model.cfg.router.training == "dense":
+    cfg = case.model.cfg
+    is_tracked = cfg.dispatch.compression is not None
+    if is_tracked or cfg.router.training == "dense":
         return home(case)
-    if layout.split == "dynamic":
-        order_e = np.arange(E, dtype=np.int32)
-        return owners_alone(layout, np.tile(order_e, (num_layers, 1)))
-    return random_plan(rng, layout, num_layers)
+    return random_plan(rng, case.model.layout, cfg.model.num_moe_layers)
 
 
 def check_step(actual, expected, dtype, **kwargs) -> None:

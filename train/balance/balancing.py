@@ -415,9 +415,10 @@ class Balancing:
         policies plan from them: float [l, w, e]."""
         return loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
 
-    def observe(self, step: int, stats: RoutingStats) -> None:
-        """Give the balancer one step's statistics, which are on the host; write the
-        decision that was collected before this step, whose record is written."""
+    def observe(self, step: int, stats: RoutingStats, step_sec: float) -> None:
+        """Give the balancer one step's statistics, which are on the host, and its time;
+        write the decision that was collected before this step, whose record is
+        written."""
         if not self._is_on:
             return
         if step in self._decided:
@@ -425,7 +426,9 @@ class Balancing:
         if self._first_step is None:
             self._first_step = step
         if self._planner is not None:
-            self._planner.observe(step, stats.tokens_lwe, stats.fullest_pair_l)
+            counts = stats.tokens_lwe, stats.fullest_pair_l
+            is_timed = len(self._settings.ways) > 1
+            self._planner.observe(step, *counts, step_sec if is_timed else None)
 
     def meta(self) -> dict[str, Any]:
         """Return the part of a checkpoint's meta record that `restore` reads."""

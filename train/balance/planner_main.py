@@ -120,9 +120,9 @@ def main(descriptors: list[str]) -> NoReturn:
 def _receive(server: Server, messages: Connection) -> None:
     """Receive a message of the loop, and do what it asks for."""
     match messages.recv():
-        case ("observed", step, shape, fullest_pair_l):
+        case ("observed", step, shape, *others):
             tokens_lwe = np.frombuffer(messages.recv_bytes(), np.int32)
-            server.put(Observed(step, tokens_lwe.reshape(shape), fullest_pair_l))
+            server.put(Observed(step, tokens_lwe.reshape(shape), *others))
         case ("event", event):
             server.put(event)
         case ("collected", step):

@@ -68,12 +68,16 @@ class PlannerProcess:
         return self._process.pid
 
     def observe(
-        self, step: int, tokens_lwe: np.ndarray, fullest_pair_l: np.ndarray
+        self,
+        step: int,
+        tokens_lwe: np.ndarray,
+        fullest_pair_l: np.ndarray,
+        step_sec: float | None = None,
     ) -> None:
         """Tell the planner of the int32 counts of a step, which must not change any
-        more."""
+        more, and of its time."""
         tokens_lwe = np.ascontiguousarray(tokens_lwe, np.int32)
-        head = "observed", step, tokens_lwe.shape, np.asarray(fullest_pair_l)
+        head = "observed", step, tokens_lwe.shape, np.asarray(fullest_pair_l), step_sec
         self._send(head, tokens_lwe)
 
     def tell(self, event: Adopted | Refused) -> None:
