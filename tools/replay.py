@@ -102,7 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--policies", default="all", help="policies with commas between, or all")
     add(
         "--split",
-        choices=[split for split in get_args(Split) if split != "shadow"],
+        choices=[s for s in get_args(Split) if s not in ("shadow", "top_up")],
         help="how rows are split over replicas (default: each policy's own split)",
     )
     add(

@@ -174,7 +174,7 @@ def layer_buckets(files: list, params: list, kind: str) -> Iterator[Bucket]:
     layout = resolve(cfg, AbstractMesh(cfg.mesh.sizes, AXES, **options)).layout
     if layout.align_rows == 1:
         raise ValueError(f"{files[-1]} has layers that do not run the Hopper kernels")
-    view = layout.exchanged
+    view = layout.exchanged.topped_up
     rows, groups = view.num_sorted_rows(view.rows_per_peer), view.slots_per_device
     shape = ProductShape(rows, *product_widths(cfg, layout), groups)
     made = micro_batch_tokens(cfg) * cfg.moe.top_k // layout.num_exchanges

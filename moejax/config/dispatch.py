@@ -87,8 +87,15 @@ class Dispatch:
     several axes and splits that make replicas get more (docs/balance.md)."""
     split: Split | None = None
     """Rule by which a row goes to one replica of its expert (docs/balance.md); None:
-    the split of Balance.policy. 'dynamic' and 'shadow' make the replicas too, for each
-    micro-batch."""
+    the split of Balance.policy. 'top_up' copies a few more experts for a micro-batch
+    whose fullest device is above `top_up_above`. 'dynamic' and 'shadow' make all
+    replicas, for each micro-batch."""
+    top_up_above: float = 1.05
+    """Rows of the fullest device over the mean above which split 'top_up' copies
+    experts: 1.0 evens all devices to one row, and a large number never copies any."""
+    top_up_copies: int = 1
+    """Maximum number of experts that one device takes as copies in each layer of a
+    micro-batch with split 'top_up'; it offers at most twice as many."""
     kernels: Kernels = "auto"
     """Kernels of expert products and row permutations. 'auto': those made for the
     device, where there are some (docs/kernels.md); 'plain': XLA's operations alone."""
@@ -103,7 +110,7 @@ class Dispatch:
 
     def __post_init__(self) -> None:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
-        require_min(self, 1, "compression")
+        require_min(self, 1, "compression", "top_up_above", "top_up_copies")
         require(
             self.compression is None or self.domain != (1, 1),
             f"Dispatch.compression={self.compression} compresses experts that a domain "

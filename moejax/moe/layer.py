@@ -176,11 +176,12 @@ def moe_layer_of_parts(
     """Return the output of an MoE layer for each part of a batch, and the sums of all.
 
     Parts have nothing in common but the weights, which are gathered once: the rows of
-    one may travel while another one's are computed. (With split 'dynamic' each exchange
-    chooses its own copies, which travel for it alone.) With Moe.halves a single part is
-    cut into two halves of each device's tokens, once they are routed; of two parts each
-    is a half. Rows leave when the copies of another layer's experts have arrived, if
-    `dependency` tells of them. The other arguments are those of `moe_layer`.
+    one may travel while another one's are computed. (With splits 'top_up' and 'dynamic'
+    each exchange chooses its own copies, which travel for it alone.) With Moe.halves a
+    single part is cut into two halves of each device's tokens, once they are routed; of
+    two parts each is a half. Rows leave when the copies of another layer's experts have
+    arrived, if `dependency` tells of them. The other arguments are those of
+    `moe_layer`.
     """
     setup.check_biases(params)
     for part in parts:
@@ -247,10 +248,14 @@ def moe_layer_of_parts(
                 sent, used = manifest(chosen_nk, placement, exchanged)
                 gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
                 slot_weights = weights
-                if layout.makes_replicas:  # so far own experts; add copies
+                if layout.makes_replicas or layout.split == "top_up":
                     used = checkpoint_name(used, routing.ROUTES)
+                if layout.makes_replicas:  # so far own experts; add copies
                     with jax.named_scope("slots"):
                         slot_weights, _ = stores.gather_copies(weights, used, exchanged)
+                elif layout.split == "top_up":  # so far those of the plan
+                    with jax.named_scope("slots"):
+                        slot_weights = stores.append_copies(weights, used, exchanged)
                 # 4. send the rows and compute them, and 5. bring the results home.
                 y_nd = exchange(
                     sent_nd, gate_nk, slot_weights, sent, experts, exchanged

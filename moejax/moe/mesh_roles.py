@@ -58,10 +58,10 @@ class MeshLayout:
     @property
     def exchanged(self) -> "MeshLayout":
         """The mesh layout with each domain as one device (Layout.exchanged): peers own
-        the experts of their domains."""
+        the experts of their domains. Its slots include those of split 'top_up'."""
         return dataclasses.replace(
             self,
-            layout=self.layout.exchanged,
+            layout=self.layout.exchanged.topped_up,
             owner_axes=self.peer_axes,
             domain_axes=(),
         )

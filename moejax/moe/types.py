@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from moejax.plan.edge_coloring import edge_coloring
-from moejax.plan.expert_plan import ExpertPlan, copy_tables
+from moejax.plan.expert_plan import EMPTY, ExpertPlan, copy_tables
 from moejax.plan.layout import Layout
 from moejax.plan.units import as_gathered
 from moejax.rich import shown_by
@@ -59,7 +59,8 @@ class Placement:
 
     Slots are listed in two orders: by number (p), and by expert (q: sorted by expert,
     then by number, empty slots last). With domains, q lists all slots of a domain as
-    those of one device (Layout.exchanged). A scan over layers removes the leading dim.
+    those of one device (Layout.exchanged), and with split 'top_up' the slots for copies
+    that travel in the layer, empty here. A scan over layers removes the leading dim.
     """
 
     slot_to_expert_lp: Int[Array, "l p"]
@@ -95,7 +96,7 @@ class Placement:
         """Return a plan that is valid for the layout as NumPy arrays; the caller puts
         them on devices."""
         layers = [
-            _by_expert(as_gathered(row_p, layout), layout.exchanged)
+            _by_expert(as_gathered(row_p, layout), layout.exchanged.topped_up)
             | copy_tables(row_p, owned_e, layout)._asdict()
             for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le)
         ]
@@ -121,7 +122,12 @@ class Placement:
 
 
 def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
-    """Return int32 tables of one layer's slots, sorted by expert."""
+    """Return int32 tables of one layer's slots, sorted by expert. Slots of the layout
+    that `row_p` does not have are empty, the last ones of each device."""
+    row_ws = row_p.reshape(layout.num_devices, -1)
+    num_more = layout.slots_per_device - row_ws.shape[1]
+    row_ws = np.pad(row_ws, ((0, 0), (0, num_more)), constant_values=EMPTY)
+    row_p = row_ws.reshape(-1)
     slot_q = np.argsort(np.where(row_p < 0, layout.num_experts, row_p), kind="stable")
     expert_q, device_q = row_p[slot_q], slot_q // layout.slots_per_device
     new_q = np.r_[True, expert_q[1:] != expert_q[:-1]]

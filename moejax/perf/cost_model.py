@@ -32,7 +32,13 @@ from moejax.perf.calibration import (
     leaving_bytes,
 )
 from moejax.perf.terms import Prediction, Term
-from moejax.perf.traffic import device_rows, fullest_pair, layer_rows, pair_rows
+from moejax.perf.traffic import (
+    device_rows,
+    fullest_pair,
+    has_copies,
+    layer_rows,
+    pair_rows,
+)
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout
 from moejax.plan.owner_moves import num_rounds
@@ -201,7 +207,7 @@ class CostModel:
         """Return the time of all exchanges of a layer's rows in one step."""
         return sum(term.sec for term in self.row_terms(pair_uu, layout))
 
-    def weight_terms(self, layout: Layout) -> "WeightTerms":
+    def weight_terms(self, layout: Layout, is_topped_up: bool = False) -> "WeightTerms":
         """Return the terms in which one layer's weights reach their slots and the
         gradients return, in one step.
 
@@ -210,7 +216,8 @@ class CostModel:
         Resident copies travel once a step; transient copies and sharded slots travel in
         each micro-batch. So do slots that are gathered over data, and those that a
         domain gathers, unless that is done once a step (Layout.keeps_slots). Compressed
-        experts of a domain travel once a step.
+        experts of a domain travel once a step. `is_topped_up` says that copies of split
+        'top_up' are made: then the whole budget travels, in each exchange.
         """
         copies = self._copy_terms(layout, "weights")
         gradients = self._copy_terms(layout, "gradients")
@@ -222,6 +229,12 @@ class CostModel:
         else:
             ahead, back = [copies], [gradients]
             back += [copies] * (self.num_fetched - 1)
+        if is_topped_up:
+            budget = layout.top_up_offers, layout.top_up_copies
+            moved = self._moved(layout.exchanged, sum(budget), 2, "copies")
+            once += [_times(moved, layout.num_exchanges * self.micro_batches)] * (
+                1 + self.num_fetched
+            )
         domain_out, domain_back = self._domain_terms(layout)
         gathered = self._data_terms(layout)
         if layout.keeps_slots:
@@ -244,25 +257,28 @@ class CostModel:
         """Return the term in which one layer's weights travel to their slots between
         owners, in one step, or their gradients back."""
         view = layout.exchanged if layout.makes_replicas else layout
-        w = view.num_devices
         if layout.store == "sharded":
-            num_experts, num_collectives = layout.slots_per_device, 1
+            moved = self._moved(view, layout.slots_per_device, 1, cargo)
         else:
             num_experts = view.offers_per_device + view.copies_per_device
-            num_collectives = 2
+            moved = self._moved(view, num_experts, 2, cargo)
+        times = 1 if layout.store == "resident" else self.micro_batches
+        if layout.makes_replicas:  # each exchange chooses its own copies
+            times *= layout.num_exchanges
+        return _times(moved, times)
+
+    def _moved(
+        self, layout: Layout, num_experts: int, num_collectives: int, cargo: str
+    ) -> Term:
+        """Return the term in which a device sends this number of experts to others of
+        the group, once."""
+        w = layout.num_devices
         if num_experts == 0 or w == 1:
             return Term("", 0, 0.0, 0.0)
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
         sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
-        times = 1 if layout.store == "resident" else self.micro_batches
-        if layout.makes_replicas:  # each exchange chooses its own copies
-            times *= layout.num_exchanges
-        return Term(
-            f"all_to_all {'_'.join(layout.axes)} {cargo}",
-            times * num_collectives,
-            times * sent_bytes,
-            times * sec,
-        )
+        name = f"all_to_all {'_'.join(layout.axes)} {cargo}"
+        return Term(name, num_collectives, sent_bytes, sec)
 
     def _domain_terms(self, layout: Layout) -> tuple[list[Term], list[Term]]:
         """Return the terms in which a domain's devices gather one another's slots in
@@ -308,7 +324,9 @@ class CostModel:
         sent = whole * (data - 1) * self.bytes_per_expert
         return Term("all_gather data weights", times, sent, whole * self.gather_sec)
 
-    def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
+    def sync_sec(
+        self, layout: Layout, forward_sec: float = 0.0, is_topped_up: bool = False
+    ) -> float:
         """Return the exposed time in which one layer's weights reach their slots and
         the gradients return, in one step (`weight_terms`).
 
@@ -317,7 +335,7 @@ class CostModel:
         backward pass has twice that work, and with remat once more, under which slots
         that it fetches again hide too.
         """
-        found = self.weight_terms(layout)
+        found = self.weight_terms(layout, is_topped_up)
         return found.sec - self._hidden_sec(found, layout, forward_sec)
 
     def _hidden_sec(
@@ -339,7 +357,7 @@ class CostModel:
         rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
         forward_sec, times = float(rows_u.max()) * row_sec, self.num_computed
         mean_sec = float(rows_u.mean()) * row_sec
-        weights = self.weight_terms(layout)
+        weights = self.weight_terms(layout, has_copies(rows_up, layout))
         hidden_sec = self._hidden_sec(weights, layout, forward_sec)
         waits, hides = forward_sec > mean_sec, hidden_sec > 0
         return terms.make_prediction(
@@ -368,7 +386,8 @@ class CostModel:
         forward_sec = float(rows_u.max()) * row_sec
         rows_sec = self.rows_sec(pair_rows(rows_up), layout)
         mean_sec = float(rows_u.mean()) * row_sec
-        return forward_sec, rows_sec, self.sync_sec(layout, forward_sec), mean_sec
+        sync_sec = self.sync_sec(layout, forward_sec, has_copies(rows_up, layout))
+        return forward_sec, rows_sec, sync_sec, mean_sec
 
     def counted_step_parts(
         self,
@@ -555,6 +574,11 @@ class WeightTerms(NamedTuple):
     def sec(self) -> float:
         """Seconds of all terms together."""
         return _sec(self.ahead) + _sec(self.back) + _sec(self.once)
+
+
+def _times(term: Term, times: int) -> Term:
+    """Return the term of a number of equal ones."""
+    return Term(term.name, times * term.count, times * term.bytes, times * term.sec)
 
 
 def _sec(found: tuple[Term, ...]) -> float:

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from moejax.plan import dynamic_replication, water_filling
+from moejax.plan import dynamic_replication, top_up, water_filling
 from moejax.plan.layout import Layout, Split
 from moejax.plan.units import unit_loads, unit_slots
 
@@ -20,13 +20,25 @@ def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
 
     Without domains sources are devices. With domains they are these, and slots are
     those of all devices of each; rows are of one device of a domain, the mean over all
-    (`moejax.plan.units`).
+    (`moejax.plan.units`). With split 'top_up' slots for its copies are the last of each
+    device (`Layout.topped_up`), and its copies are those for this load.
     """
     # What shadows a step makes depends on its loads: without them rows are local first.
     split = "local_first" if layout.split == "shadow" else layout.split
     num_units = layout.exchanged.num_devices
     load_ue, row_p = unit_loads(load_we, layout), unit_slots(row_p, layout)
+    if split == "top_up":
+        return _topped_up(load_ue, row_p, layout.exchanged)
     return rows_by_slot(load_ue, row_p, num_units, split)
+
+
+def has_copies(rows_up: np.ndarray, layout: Layout) -> bool:
+    """Return whether split 'top_up' makes copies for the load of `layer_rows`."""
+    if layout.split != "top_up":
+        return False
+    num_units = layout.exchanged.num_devices
+    rows_uus = rows_up.reshape(len(rows_up), num_units, -1)
+    return bool(rows_uus[..., -layout.top_up_copies :].any())
 
 
 def rows_by_slot(
@@ -41,13 +53,15 @@ def rows_by_slot(
     rounded to whole rows, as near to the certified bound as in training. Each source
     divides its rows as all sources together do. (On devices more rows stay at home, as
     far as round 0 has room.)
+    top_up: as water_filling, without the copies of a micro-batch (`layer_rows` has
+    them).
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
     too. `row_p` has a device's own experts, and as many empty slots as it may have
     copies.
     shadow: not here, for what it copies depends on the prices of a layout.
     """
     assert split != "shadow", "the step alone knows which experts are worth a shadow"
-    if split == "water_filling":
+    if split in ("water_filling", "top_up"):
         return _water_filling(load_we, row_p)
     if split == "dynamic":
         return _dynamic(load_we, row_p)
@@ -140,6 +154,24 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
     )
     replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)
     return _divide_by_source(load_we, replicas.rows_p, replicas.row_p)
+
+
+def _topped_up(load_ue: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return the rows from each source to each slot under split 'top_up', copies
+    included. `layout` has units as devices."""
+    there, w = layout.topped_up, layout.num_devices
+    row_us = np.full((w, there.slots_per_device), -1, np.int32)
+    row_us[:, : layout.slots_per_device] = row_p.reshape(w, -1)
+    tables = _whole(load_ue), row_us.reshape(-1)
+    made = _top_up(*(table.tobytes() for table in tables), there)
+    return _divide_by_source(load_ue, made.rows_p, made.row_p)
+
+
+@functools.lru_cache(maxsize=1024)
+def _top_up(load_e: bytes, row_p: bytes, layout: Layout) -> top_up.TopUp:
+    """Return the slots and rows of split 'top_up', cached as `_fill` is."""
+    load_e, row_p = np.frombuffer(load_e, np.int64), np.frombuffer(row_p, np.int32)
+    return top_up.top_up(load_e, row_p, layout)
 
 
 def _divide_by_source(

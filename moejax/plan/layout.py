@@ -29,7 +29,7 @@ Exchange = Literal["exact", "capacity"]
 Overflow = Literal["rounds", "redo"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Gather = Literal["layer", "step"]
-Split = Literal["even", "local_first", "water_filling", "dynamic", "shadow"]
+Split = Literal["even", "local_first", "water_filling", "top_up", "dynamic", "shadow"]
 REPLICATING_SPLITS: tuple[Split, ...] = ("dynamic", "shadow")
 """Splits that make the replicas too, in each micro-batch."""
 Kernels = Literal["auto", "plain"]
@@ -54,6 +54,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of one array element, by compute dtype."""
 MAX_AXIS = 2**16
 """Largest number of devices along one axis of a mesh."""
+MAX_SLACK = 2**20
+"""Largest Layout.top_up_slack: 1024 times the mean, above which nothing is copied."""
 ROW_MULTIPLE = 8
 """Buffer sizes are rounded up to a multiple of 8 rows, so that vector units and tiles
 divide them."""
@@ -147,9 +149,20 @@ class Layout:
     split: Split = "even"
     """Which replica of its expert computes a row. 'even' gives every replica an equal
     share. 'local_first' prefers a replica on the row's own device. 'water_filling'
-    minimises the rows of the fullest device. 'dynamic' also chooses the replicas, in
-    each layer of each micro-batch, from the loads of that micro-batch. 'shadow' copies
-    the hottest experts to all devices then, where that pays by the next two fields."""
+    minimises the rows of the fullest device. 'top_up' does so too and, where the
+    fullest device is still above a limit, copies a few more experts in that layer of
+    that micro-batch (the next three fields). 'dynamic' chooses all replicas then, from
+    the loads of the micro-batch. 'shadow' copies the hottest experts to all devices
+    then, where that pays by `shadow_price` and `exchange_toll`."""
+    top_up_slack: int = 0
+    """Rows that a device may have above the mean before split 'top_up' copies experts,
+    in 1/1024 of the mean."""
+    top_up_copies: int = 0
+    """Maximum number of copies that one device takes in a layer of a micro-batch with
+    split 'top_up'. Each has a slot of its own, beyond `slots_per_device`."""
+    top_up_offers: int = 0
+    """Maximum number of experts in its slots that one device offers for these
+    copies."""
     shadow_price: int = 0
     """Time of a copied expert, weights and gradients, in rows of compute. For split
     'shadow'; 0 takes copies for free."""
@@ -328,6 +341,15 @@ class Layout:
             domain=None,
         )
 
+    @property
+    def topped_up(self) -> "Layout":
+        """Same layout, whose slots include those for the copies of split 'top_up'; they
+        are the last ones of each device."""
+        if self.split != "top_up":
+            return self
+        slots = self.slots_per_device + self.top_up_copies
+        return dataclasses.replace(self, slots_per_device=slots)
+
     def has_loops(self, assignments_per_device: int) -> bool:
         """Return whether the exchange of so many rows of a source has later rounds."""
         carries_all = self.rows_per_peer >= assignments_per_device
@@ -343,7 +365,7 @@ class Layout:
     def yields_home_rows(self) -> bool:
         """Whether the split keeps a row on its own device only while the buffer of
         round 0 has room for it."""
-        return self.split in ("water_filling", "dynamic")
+        return self.split in ("water_filling", "top_up", "dynamic")
 
     @property
     def makes_replicas(self) -> bool:
@@ -463,6 +485,7 @@ def _check(layout: Layout) -> None:
     _check_copies(layout)
     _check_gather(layout)
     _check_replicas_of_steps(layout)
+    _check_top_up(layout)
     _check_tensor(layout)
     _check_domain(layout)
     _check_buffers(layout)
@@ -499,7 +522,10 @@ def _check_copies(layout: Layout) -> None:
             f"store='{layout.store}' has no copies of experts: offers_per_device and "
             f"copies_per_device must be 0, and are {budgets[0]} and {budgets[1]}"
         )
-    if layout.store == "owned" and layout.num_slots > layout.num_experts:
+    most_slots = layout.num_experts
+    if layout.split == "top_up":
+        most_slots += layout.num_devices * layout.top_up_copies
+    if layout.store == "owned" and layout.num_slots > most_slots:
         raise ValueError(
             f"store='owned' has exactly one slot for each of {layout.num_experts} "
             f"experts, and the layout has {layout.num_slots} slots: use 'transient', "
@@ -556,6 +582,37 @@ def _check_replicas_of_steps(layout: Layout) -> None:
             f"experts and {layout.copies_per_device} copies of a device, and "
             f"slots_per_device={layout.slots_per_device}: use {slots}, or another "
             "copies_per_device"
+        )
+
+
+def _check_top_up(layout: Layout) -> None:
+    """Check the limit and the budgets of split 'top_up'."""
+    if layout.split != "top_up":
+        return
+    sizes = (layout.top_up_slack, layout.top_up_copies, layout.top_up_offers)
+    names = "top_up_slack, top_up_copies, top_up_offers"
+    num_slots, num_experts = layout.slots_per_device, layout.num_experts
+    limits = (MAX_SLACK, num_experts, num_slots)
+    if any(not 0 <= size <= limit for size, limit in zip(sizes, limits)):
+        raise ValueError(
+            f"{names}={sizes} must be at most {limits}, the last two the number of "
+            "experts and of slots of a device, and not negative"
+        )
+    if not all(sizes[1:]):
+        raise ValueError(
+            "split='top_up' needs top_up_copies and top_up_offers of at least 1, and "
+            f"they are {sizes[1]} and {sizes[2]}: use split='water_filling' for none"
+        )
+    if layout.exchange == "capacity":
+        raise ValueError(
+            "split='top_up' copies experts for each micro-batch, and with "
+            "exchange='capacity' copies would decide which rows are dropped: use "
+            "'exact'"
+        )
+    if layout.is_local:
+        raise ValueError(
+            "split='top_up' sends rows to copies on other devices, and with "
+            "schedule='local' no row travels: use another schedule or split"
         )
 
 

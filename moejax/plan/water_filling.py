@@ -194,13 +194,13 @@ def move_along_paths(
     number and the sender with the lowest number.
     """
     level_w, target = filling.level_w(num_devices), filling.bound
-    slot_ew = _find_slots(row_p, num_devices)
+    slot_ew = find_slots(row_p, num_devices)
     is_held_ew = slot_ew != EMPTY
     rows_ew = np.where(is_held_ew, filling.rows_p[slot_ew], 0)
     for _ in range(PATHS_PER_DEVICE * num_devices):
         if level_w.max() <= target + tolerance:
             break
-        reached_w = _relieve(rows_ew, is_held_ew, level_w, target)
+        reached_w = relieve(rows_ew, is_held_ew, level_w, target)
         if reached_w is not None:
             target = -(-int(level_w[reached_w].sum()) // int(reached_w.sum()))
     rows_p = filling.rows_p.copy()
@@ -217,12 +217,12 @@ def prove(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> Proof:
     them: the experts that have rows there have no replica elsewhere.
     """
     filling = fill(load_e, row_p, num_devices)
-    level_w, slot_ew = filling.level_w(num_devices), _find_slots(row_p, num_devices)
+    level_w, slot_ew = filling.level_w(num_devices), find_slots(row_p, num_devices)
     is_held_ew = slot_ew != EMPTY
     rows_ew = np.where(is_held_ew, filling.rows_p[slot_ew], 0)
     reached_w = None
     while reached_w is None:
-        reached_w = _relieve(rows_ew, is_held_ew, level_w, filling.bound - 1)
+        reached_w = relieve(rows_ew, is_held_ew, level_w, filling.bound - 1)
     is_inside_e = rows_ew[:, reached_w].any(axis=1)
     return Proof(
         np.flatnonzero(reached_w),
@@ -231,7 +231,7 @@ def prove(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> Proof:
     )
 
 
-def _relieve(
+def relieve(
     rows_ew: np.ndarray, is_held_ew: np.ndarray, level_w: np.ndarray, target: int
 ) -> np.ndarray | None:
     """Move rows along a shortest path from a device above the target to one below it,
@@ -282,7 +282,7 @@ def _split_evenly(experts: list[Expert], num_slots: int) -> list[int]:
     return rows
 
 
-def _find_slots(row_p: np.ndarray, num_devices: int) -> np.ndarray:
+def find_slots(row_p: np.ndarray, num_devices: int) -> np.ndarray:
     """Return each expert's first slot on each device, or -1 for none, [e, w]."""
     slot_ew = np.full((row_p.max() + 1, num_devices), EMPTY)
     # Reversed: of several values for one element, NumPy keeps the last.

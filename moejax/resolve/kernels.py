@@ -98,8 +98,8 @@ def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, Choice[str]]:
     else:
         permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
         chosen = {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
-    if layout.split == "water_filling":
-        num_colors = max_colors(layout.num_experts, layout.num_slots)
+    if layout.split in ("water_filling", "top_up"):
+        num_colors = max_colors(layout.num_experts, layout.topped_up.num_slots)
         filling = choose_water_fill(num_colors, layout.num_devices)
         chosen["water_fill"] = Choice("portable", why) if is_plain else filling
     return chosen
@@ -122,7 +122,7 @@ def _grouped_dot(cfg: Config, layout: Layout) -> Choice[str]:
         choice = dataclasses.replace(choice, why=choice.why + note)
     if choice.value != "hopper":
         return dataclasses.replace(choice, why=choice.why + _without_hopper(layout))
-    view = layout.exchanged
+    view = layout.exchanged.topped_up
     num_rows = view.num_sorted_rows(view.rows_per_peer)
     shape = ProductShape(num_rows, d, f, view.slots_per_device)
     kind = device_here().device_kind

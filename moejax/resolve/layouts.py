@@ -19,8 +19,8 @@ from moejax.kernels.device import device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.tuning import align_rows_for
 from moejax.perf.cost_model import CostModel
-from moejax.plan import shadowing
-from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
+from moejax.plan import shadowing, top_up
+from moejax.plan.layout import GATHERED_ONCE, MAX_SLACK, Layout, Overflow, Store
 from moejax.resolve.kernels import product_widths
 from moejax.resolve.partition import Partition, micro_batch_tokens
 
@@ -62,7 +62,7 @@ def with_aligned_slots(
     Hopper kernels compute its products on the devices of the mesh."""
     if layout.kernels == "plain" or cfg.router.training == "dense":
         return layout
-    view, is_fp8 = layout.exchanged, layout.fp8 != "none"
+    view, is_fp8 = layout.exchanged.topped_up, layout.fp8 != "none"
     num_rows = view.num_sorted_rows(view.rows_per_peer)
     align_rows = align_rows_for(num_rows, view.slots_per_device)
     dtype, widths = cfg.model.compute_dtype, product_widths(cfg, layout)
@@ -308,14 +308,29 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
                 f"{shards} devices: use a multiple of {shards}, or another "
                 "Dispatch.store and Balance.policy"
             )
+    split = policy.split if dispatch.split is None else dispatch.split
+    own = moe.num_experts // partition.num_owners
     return {
         "slots_per_device": slots,
         "store": store,
-        "split": policy.split if dispatch.split is None else dispatch.split,
+        "split": split,
+        **(_top_up_fields(cfg, own) if split == "top_up" else {}),
         "home_chunks": _home_chunks(cfg, partition),
         "offers_per_device": offers,
         "copies_per_device": copies,
         "gather": dispatch.gather or "layer",
+    }
+
+
+def _top_up_fields(cfg: Config, own: int) -> dict:
+    """Return the fields of the Layout for split 'top_up', where each device owns `own`
+    experts."""
+    slack = (cfg.dispatch.top_up_above - 1) * (1 << top_up.SLACK_BITS)
+    copies = min(cfg.dispatch.top_up_copies, cfg.moe.num_experts)
+    return {
+        "top_up_slack": int(min(slack, MAX_SLACK)),
+        "top_up_copies": copies,
+        "top_up_offers": min(2 * copies, own),
     }
 
 

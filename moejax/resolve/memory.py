@@ -139,7 +139,8 @@ class _Sizes:
         t, d, tensor = cfg.data.seq_len, model.d_model, cfg.mesh.tensor
         b = cfg.train.batch_size // cfg.train.accumulate_steps
         b //= cfg.mesh.num_batch_shards
-        view, shards = layout.exchanged, 1 if layout.is_local else cfg.expert_shards
+        view = layout.exchanged.topped_up
+        shards = 1 if layout.is_local else cfg.expert_shards
         m = view.num_sorted_rows(view.rows_per_peer)
         received = view.num_chunks * view.rows_per_peer // view.num_windows
         received = m if view.num_senders == 1 else received

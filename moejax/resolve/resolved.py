@@ -235,6 +235,7 @@ def resolve(
     """
     check_dense_training(cfg)
     check_attention(cfg, mesh)
+    check_split(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     with devices_of(mesh):  # an abstract mesh may name a device
@@ -286,6 +287,18 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
     return dataclasses.replace(
         run, layout=layout, chosen={**run.chosen, "gather": choice}
     )
+
+
+def check_split(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise NotImplementedError for split 'top_up' on GPUs: the host would wait at each
+    step of its search, whose length the devices alone know."""
+    with devices_of(mesh):
+        platform = device_here().platform
+    if cfg.dispatch.split == "top_up" and platform != "cpu":
+        raise NotImplementedError(
+            "Dispatch.split='top_up' searches in loops whose length the devices alone "
+            "know, at which the host of a GPU waits: use 'dynamic' or 'water_filling'"
+        )
 
 
 def check_dense_training(cfg: Config) -> None:

@@ -208,6 +208,28 @@ def test_the_notes_preset_gives_the_notes_anchor(bytes_per_sec, msec):
     assert 1e3 * sec == pytest.approx(msec, rel=0.01)
 
 
+def test_copies_of_top_up_cost_the_budget_where_any_is_made():
+    """An even load needs none. A hot expert's device keeps the limit, and a copy and two
+    offers travel there and back, with each exchange."""
+    layout = make_layout(
+        split="top_up", top_up_slack=102, top_up_copies=1, top_up_offers=2
+    )
+    even_we, row_p = np.full((3, 6), 4.0), np.arange(6)
+    filled = dataclasses.replace(layout, split="even")
+    assert COST.layer_sec(even_we, row_p, layout) == pytest.approx(
+        COST.layer_sec(even_we, row_p, filled)
+    )
+    hot_we = even_we.copy()
+    hot_we[:, 0] = 10.0
+    mean = hot_we.sum() / 3
+    prediction = COST.predict(hot_we, row_p, layout)
+    sec = {term.name: term.sec for term in prediction.terms}
+    assert sec["experts"] + sec["wait"] <= 3 * 1.1 * mean * 0.1
+    found = [t.sec for t in prediction.terms if t.name.endswith("copies")]
+    assert found == [pytest.approx(3 * ONE_SEC)] * 2
+    assert prediction.sec == pytest.approx(COST.layer_sec(hot_we, row_p, layout))
+
+
 CALIBRATION = Calibration(
     device_kind="cpu", mesh={"dc": 1, "data": 1, "expert": 8, "tensor": 1},
     compute_dtype="float32", collectives={"all_to_all": {"expert": line(2e9, 1e-5)}},

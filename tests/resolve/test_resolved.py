@@ -121,6 +121,14 @@ def test_gpus_fetch_weights_ahead_that_are_split_over_data(
     assert run.layout.prefetch == expected
 
 
+def test_top_up_is_refused_on_gpus():
+    """Its search has loops whose length the devices alone know."""
+    cfg = changed(mesh=MESH, dispatch=Dispatch(split="top_up"))
+    with pytest.raises(NotImplementedError, match="the host of a GPU waits") as error:
+        resolve_on("NVIDIA H100 80GB HBM3", cfg)
+    assert "\n" not in str(error.value)
+
+
 def test_a_relayout_is_the_next_value():
     run = make_run(FLEXMOE)
     wider = dataclasses.replace(run.layout, slots_per_device=4, copies_per_device=2)

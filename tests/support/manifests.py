@@ -15,7 +15,7 @@ def make_manifest(topology: Topology, layout: Layout, tell):
     """Return run(expert_nk, placement), which makes the manifest of these choices, and
     returns `tell(sent, placement)` of each device, along a leading dim."""
     mesh = make_mesh(topology)
-    mesh_layout = on_mesh(mesh, layout)
+    mesh_layout = on_mesh(mesh, layout).exchanged
 
     def body(expert_nk, placement):
         told = tell(*manifest(expert_nk, placement, mesh_layout))

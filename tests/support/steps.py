@@ -191,6 +191,18 @@ WAYS: dict[str, dict[str, Any]] = {
         "dispatch": STORES["dynamic"] | {"gather": "step"},
         "train": {"accumulate_steps": 2},
     },
+    "topped up, gathered once": {
+        "dispatch": STORES["resident"]
+        | {"split": "top_up", "top_up_above": 1.2, "gather": "step"},
+        "train": {"accumulate_steps": 2}, "model": {"remat": "full"},
+    },
+    "topped up between domains": {
+        "mesh": TWO_DCS, "moe": {"halves": True},
+        "dispatch": {
+            "group": "dc_expert", "domain": (1, 2), "prefetch": True,
+            "split": "top_up",
+        },
+    },
     "halves": {"moe": {"halves": True}},
     "halves, later rounds": {
         "dispatch": {"rows_per_peer": 4, "overflow": "rounds"}, "align_rows": 64,

@@ -68,7 +68,8 @@ class KernelCheck:
 
 def kernel_checks(run: Resolved) -> list[KernelCheck]:
     """Return a check for each kernel that the layers of a run use."""
-    cfg, layout, checks = run.cfg, run.layout.exchanged, _attention_checks(run)
+    cfg, layout = run.cfg, run.layout.exchanged.topped_up
+    checks = _attention_checks(run)
     if cfg.router.training == "dense":
         return checks
     num_choices = 1 if cfg.router.gate_input else cfg.moe.top_k
@@ -89,7 +90,7 @@ def _product_checks(run: Resolved) -> list[KernelCheck]:
     """Return a check for each product of a layer, forward and backward."""
     layout, dtype = run.layout, run.cfg.model.compute_dtype
     align, is_fp8 = layout.align_rows, layout.fp8 != "none"
-    sizes = SIZES[: layout.exchanged.slots_per_device]
+    sizes = SIZES[: layout.exchanged.topped_up.slots_per_device]
     rows_g = tuple(-(-size // align) * align for size in sizes)
     d, f = map(min, product_widths(run.cfg, layout), MAX_WIDTHS)
     shape = ProductShape(sum(rows_g), d, f, len(rows_g))

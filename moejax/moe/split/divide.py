@@ -9,6 +9,7 @@ Placement). The quotas of an expert's replicas sum to the source's count.
     even            every replica gets an equal share
     local_first     rows stay on a device that has their expert
     water_filling   the fullest device gets as few rows as these replicas allow
+    top_up          the same, and a few copies where it would still be above a limit
     dynamic         replicas are made for these loads, so that all devices get the mean
     shadow          the hottest experts get copies on all devices, where that pays
 """
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.moe.split import dynamic, shadow
+from moejax.moe.split import top_up as topping
 from moejax.moe.split import water_filling as water
 from moejax.moe.split.deal import Division, deal
 from moejax.moe.types import Placement
@@ -126,6 +128,17 @@ def water_filling(
     return Division(quota_wq, filling.bound, placement)
 
 
+def top_up(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Water-fill, and make a few copies of experts for this layer and micro-batch alone
+    where the fullest device would be above the limit (moejax.moe.split.top_up)."""
+    load_e = jnp.sum(counts_we, axis=0, dtype=jnp.int32)
+    tolerance = mean_rows(counts_we, layout) >> TOLERANCE_BITS
+    placement, rows_q, bound = topping.top_up(load_e, placement, layout, tolerance)
+    return Division(deal(counts_we, rows_q, placement, layout), bound, placement)
+
+
 def dynamic_replication(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
@@ -151,6 +164,7 @@ SPLITS: dict[str, Splitter] = {
     "even": even,
     "local_first": local_first,
     "water_filling": water_filling,
+    "top_up": top_up,
     "dynamic": dynamic_replication,
     "shadow": shadowing,
 }

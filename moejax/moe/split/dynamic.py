@@ -176,19 +176,20 @@ def _take(value_wi, index_wx):
 
 
 def tables_by_expert(row_p, layout: Layout) -> dict[str, Array]:
-    """Return a placement's tables by expert, for one layer's slots `row_p`.
-
-    No device may hold an expert twice.
-    """
+    """Return a placement's tables by expert, for one layer's slots `row_p`."""
     key_p = jnp.where(row_p < 0, layout.num_experts, row_p)
     slot_q = jnp.argsort(key_p, stable=True).astype(jnp.int32)
-    expert_q = row_p[slot_q]
+    expert_q, device_q = row_p[slot_q], slot_q // layout.slots_per_device
     index_q = jnp.arange(len(row_p), dtype=jnp.int32)
     is_new_q = jnp.append(True, expert_q[1:] != expert_q[:-1])
-    first_q = jax.lax.cummax(jnp.where(is_new_q, index_q, 0))
+    is_there_q = is_new_q | jnp.append(True, device_q[1:] != device_q[:-1])
+    first_q, here_q = (
+        jax.lax.cummax(jnp.where(starts_q, index_q, 0))
+        for starts_q in (is_new_q, is_there_q)
+    )
     return {
         "slot_lq": slot_q,
         "expert_lq": expert_q,
         "replica_lq": index_q - first_q,
-        "local_lq": jnp.zeros_like(slot_q),
+        "local_lq": index_q - here_q,
     }

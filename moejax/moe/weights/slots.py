@@ -16,7 +16,8 @@ and are summed where weights were copied or gathered. What differs is when it ha
     once a step, for all layers       Layout.keeps_slots; with gather='step' their width
                                       is gathered then, too
     when a layer's loads are known    splits that make replicas: own experts go in, and
-                                      copies are added inside the layer
+                                      copies are added inside the layer; split 'top_up'
+                                      adds copies to the slots of the plan there
 
 Rows differ between the devices that hold the same expert, so each of them has its own
 gradient of a whole slot. Outside of shard_map whole slots are therefore arrays that are

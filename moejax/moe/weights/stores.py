@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import AxisNames
-from moejax.kernels import varying_alike
+from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.kernels.device import device_here
 from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
@@ -100,6 +100,36 @@ def gather_copies(
         for (name, weight), copy in zip(own.items(), copies)
     }
     return slots, offers_px
+
+
+def append_copies(
+    slots: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> ExpertWeights:
+    """Return the slots and, behind them, those for the copies of split 'top_up', which
+    are zeros where there is no copy.
+
+    Any device that has an expert in its slots may offer it. Where no device of the
+    group takes a copy nothing travels, in either pass. Otherwise each device sends and
+    receives `top_up_offers` and then `top_up_copies` experts, whatever the number of
+    copies. The devices of a group agree, since `placement` is made from integers that
+    all of them have. (On a GPU the host waits until it knows.)
+    """
+    me, group = index_along(mesh_layout.owner_axes), mesh_layout.owner_axes
+    offer_o, want_wc = placement.offer_lwo[me], placement.want_lwc
+
+    def travel(parts: list[Array]) -> list[Array]:
+        offered = [pick(part, offer_o) for part in parts]
+        return exchange_copies(offered, want_wc, group)
+
+    def stay(parts: list[Array]) -> list[Array]:
+        shape = want_wc.shape[1:]
+        return [zeros_varying_as(x, shape + x.shape[1:], x.dtype) for x in parts]
+
+    copies = jax.lax.cond(jnp.any(want_wc >= 0), travel, stay, list(slots.values()))
+    return {
+        name: jnp.concatenate([weight, copy])
+        for (name, weight), copy in zip(slots.items(), copies)
+    }
 
 
 def exchange_copies(

@@ -8,7 +8,7 @@ from moejax.moe.split.divide import SPLITS
 from moejax.perf.traffic import rows_by_slot
 from tests.support.split_cases import CASES, E, W, make_counts, quotas
 
-STATIC = [split for split in SPLITS if split not in ("dynamic", "shadow")]
+STATIC = [split for split in SPLITS if split not in ("top_up", "dynamic", "shadow")]
 """Splits that do not change the plan's replicas."""
 
 

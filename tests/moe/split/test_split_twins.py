@@ -1,9 +1,10 @@
-"""Compare water-filling, dynamic replication and shadowing on a device with their
-definitions in NumPy, bit for bit.
+"""Compare water-filling, top-up, dynamic replication and shadowing on a device with
+their definitions in NumPy, bit for bit.
 
 Bounds and tables of copies are compared too.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from moejax.moe.split import dynamic, shadow
+from moejax.moe.split import top_up as moe_top_up
 from moejax.moe.split import water_filling as moe_water
 from moejax.moe.types import Placement
-from moejax.plan import dynamic_replication, shadowing, water_filling
+from moejax.plan import dynamic_replication, shadowing, top_up, water_filling
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from tests.support.replica_loads import replicated, ring, scattered, zipf
@@ -63,6 +65,53 @@ def test_a_ring_needs_many_paths():
                     split="water_filling")  # fmt: skip
     fill = jax.jit(functools.partial(moe_water.fill, layout=layout))
     assert check_filling(fill, layout, load_e, row_p.astype(np.int32), 0) > w // 4
+
+
+@pytest.mark.parametrize(
+    ("slack", "offers", "copies"), [(0, 2, 1), (51, 1, 2), (300, 4, 4)]
+)
+def test_top_up_with_its_tables(slack, offers, copies):
+    """Plans are random, and may have an expert twice on a device."""
+    e, w, s = 32, 8, 6
+    num_copies, budgets = [], {"top_up_copies": copies, "top_up_offers": offers}
+    layout = Layout(
+        e, w, s, 8, store="sharded", split="top_up", top_up_slack=slack, **budgets
+    )
+    add = jax.jit(functools.partial(moe_top_up.top_up, layout=layout.topped_up))
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        row_p = scattered(rng, e, w, s)
+        load_e = zipf(rng, e, int(rng.choice([5, 1000, 10**6])), rng.uniform(0, 2.5))
+        plan = ExpertPlan(row_p[None], e).validate(layout)
+        tolerance = water_filling.split_tolerance(load_e.sum(), w)
+        result = add(
+            jnp.asarray(load_e, jnp.int32),
+            Placement.from_plan(plan, layout).layer(0),
+            tolerance=jnp.int32(tolerance),
+        )
+        room = ((0, 0), (0, copies))
+        row_p = np.pad(row_p.reshape(w, s), room, constant_values=-1).reshape(-1)
+        expected = top_up.top_up(load_e, row_p, layout.topped_up)
+        used = result.placement
+        assert np.array_equal(by_slot(used.expert_lq, used.slot_lq), expected.row_p)
+        assert np.array_equal(by_slot(result.rows_q, used.slot_lq), expected.rows_p)
+        assert np.array_equal(used.offer_lwo, expected.offer_wo)
+        assert np.array_equal(used.want_lwc, expected.want_wc)
+        assert int(result.bound) == expected.bound
+        check_order(used, layout.topped_up)
+        num_copies.append(expected.num_copies)
+    assert len(set(num_copies)) > 2
+
+
+def check_order(placement, layout: Layout) -> None:
+    """Assert that the tables by expert are those of a plan with these slots."""
+    row_p = by_slot(placement.expert_lq, placement.slot_lq)
+    plan = ExpertPlan(row_p[None], layout.num_experts)
+    # A plan's slots are those of `layout`, which has the slots for copies.
+    alone = {"split": "even", "top_up_slack": 0, "top_up_copies": 0, "top_up_offers": 0}
+    expected = Placement.from_plan(plan, dataclasses.replace(layout, **alone)).layer(0)
+    for name in ("slot_lq", "expert_lq", "replica_lq", "local_lq"):
+        assert np.array_equal(getattr(placement, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize(("offers", "copies"), [(2, 1), (1, 3)])

@@ -1,4 +1,4 @@
-"""Test an MoE layer under water-filling and dynamic replication.
+"""Test an MoE layer under water-filling, top-up and dynamic replication.
 
 The layer equals the reference, the fullest device is at the certified bound, and every
 device computes the same split bit for bit.
@@ -13,7 +13,7 @@ from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Router
 from moejax.moe import route
 from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
-from moejax.plan import shadowing
+from moejax.plan import shadowing, top_up
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.layers import (
@@ -24,7 +24,10 @@ from tests.support.layers import (
     MESHES,
     MOE,
     check,
+    config,
+    cut,
     layer_layout,
+    layer_of,
     make_layer,
     on_mesh,
     operands,
@@ -32,15 +35,31 @@ from tests.support.layers import (
     zipf_choices,
 )
 from tests.support.manifests import make_manifest
-from tests.support.primitives import equations
-from tests.support.random_plans import owners_alone, random_owners
+from tests.support.primitives import equations, primitives
+from tests.support.random_plans import owners_alone, random_owners, random_plan
 
 EIGHT = MESHES["expert8"]
 CASES = [
     (EIGHT, ALONE, "transient", "dynamic", {"align_rows": 64}),
     (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling",
      {"home_chunks": 3, "rows_per_peer": 2}),
+    (EIGHT, ALONE, "transient", "top_up", {"halves": True, "rows_per_peer": 4}),
+    (MESHES["dc2_data2_expert2"], MERGED, "resident", "top_up", {"gather": "step"}),
 ]  # fmt: skip
+TOP_UP = {"top_up_slack": 205, "top_up_copies": 2, "top_up_offers": 2}
+DCS = {"group": "dc_expert", "rows_per_peer": 4}
+TOPPED_UP = {
+    "tensor axis": (cut(2, 2, 4, "s1", store="sharded", slots_per_device=6), "float32"),
+    "shards over owners, float64": (cut(2, 4, 4, "s1h"), "float64"),
+    "domain": (config(Topology(dc=2, expert=4), domain=(1, 2), **DCS), "float32"),
+    "domain with a tensor axis": (
+        config(
+            Topology(dc=2, expert=2, tensor=2), domain=(2, 1), schedule="s1h", **DCS
+        ),
+        "float32",
+    ),
+}
+"""Configurations, and the dtypes of their layers."""
 SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
 
@@ -49,6 +68,8 @@ def split_layout(topology: Topology, axes, store: str, split: str, **changes) ->
     own = EXPERTS // (topology.expert * (topology.data if axes == MERGED else 1))
     copies = {} if store == "sharded" else {"copies_per_device": own}
     sizes = {"slots_per_device": 2 * own, "split": split, **copies}
+    if split == "top_up":
+        sizes |= TOP_UP
     return layer_layout(topology, store, axes, **sizes | changes)
 
 
@@ -74,6 +95,45 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", TOPPED_UP)
+def test_top_up_with_domains_and_a_tensor_axis(name, request):
+    """The layer is the reference with copies and without, and no device is above the
+    limit."""
+    cfg, dtype = TOPPED_UP[name]
+    if dtype == "float64":
+        request.getfixturevalue("doubles")
+    layer = layer_of(cfg, dtype, split="top_up", **TOP_UP)
+    exchanged = layer.layout.exchanged.topped_up
+    plan = random_plan(np.random.default_rng(0), layer.layout, 1)
+    for seed, zipf in enumerate((0.3, 4.0)):
+        sums = check(layer, zipf_choices(seed, zipf), plan, dtype)
+        total = round(sums.rows.mean() * exchanged.num_devices)  # in each exchange
+        assert sums.rows.max() <= top_up.max_rows(total, exchanged)
+
+
+def test_copies_of_top_up_travel_only_where_there_are_any():
+    """Each collective that a layer has beyond water-filling is in a branch, which all
+    devices of a group take alike."""
+    counts = {}
+    for split in ("water_filling", "top_up"):
+        layout = split_layout(EIGHT, ALONE, "transient", split)
+        layer = make_layer(EIGHT, layout)
+        args = on_mesh(layer, split_plan(layout), operands(BATCH, "zipf"))
+        jaxpr = layer.run.trace(*args).jaxpr
+        branches = [
+            branch
+            for eqn, _ in equations(jaxpr)
+            if eqn.primitive.name == "cond"
+            for branch in eqn.params["branches"]
+        ]
+        inside = sum(primitives(branch)["all_to_all"] for branch in branches)
+        counts[split] = primitives(jaxpr)["all_to_all"] - inside, inside
+    assert counts["water_filling"][1] == 0
+    # Two in each pass.
+    assert counts["top_up"] == (counts["water_filling"][0], 4)
+
+
+@pytest.mark.slow
 def test_the_layer_with_shadows_is_its_definition():
     """The layer is the reference, and no device computes more rows than at home."""
     layout = split_layout(EIGHT, ALONE, "transient", "shadow", shadow_price=30)
@@ -93,14 +153,16 @@ def test_the_layer_with_shadows_is_its_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+@pytest.mark.parametrize("split", ["water_filling", "top_up", "dynamic"])
 def test_every_device_decides_the_same(split):
     """Counts, certified bound and copies are the same bit for bit on all devices. Rows
     that stay on their device need no buffer."""
     layout = split_layout(EIGHT, ALONE, "transient", split, rows_per_peer=128)
 
+    topped_up = layout.topped_up
+
     def tell(sent, used):
-        pairs = fullest_pair(sent, layout), pair_to_fit(sent, layout)
+        pairs = fullest_pair(sent, topped_up), pair_to_fit(sent, topped_up)
         return (sent.counts_up, sent.bound, used, *pairs)
 
     run = make_manifest(EIGHT, layout, tell)
@@ -137,6 +199,8 @@ def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
         if layout.split == "dynamic":
             assert rows_w.max() == bound == -(-total // w)
             assert np.ptp(rows_w) <= 1
+        elif layout.split == "top_up":
+            assert bound <= rows_w.max() <= top_up.max_rows(total, layout)
         else:
             dense = densest(plan.slot_to_expert_lp[0], load_we.sum(axis=0), w)
             optimum = int(np.ceil(dense.rows / dense.is_in_w.sum()))
@@ -144,13 +208,13 @@ def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
             assert rows_w.max() <= bound + (-(-total // w) >> 9)
 
 
-@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+@pytest.mark.parametrize("split", ["water_filling", "top_up", "dynamic"])
 def test_a_split_is_saved_and_not_computed_again_under_remat(split):
     """The backward pass of a layer gathers no counts and solves no split."""
     counts = [count_splits(split, saved) for saved in ((), (route.ROUTES,))]
     assert counts[0] == counts[1]
     assert counts[0]["all_gather"] > 0
-    assert (counts[0]["while"] > 0) == (split == "water_filling")
+    assert (counts[0]["while"] > 0) == (split != "dynamic")
 
 
 def count_splits(split: str, saved: tuple[str, ...]) -> dict[str, int]:
