@@ -61,7 +61,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 COMPANIONS: dict[str, dict[str, Any]] = {
     "water_filling": {"Balance.policy": "micromoe"},
     "local": {"Dispatch.group": "expert"},
-    "1.5": {"Dispatch.domain": (2, 1)},
+    "1.5": {"Dispatch.domain": (1, 2)},
 }
 """Options with which a value is tried, unless the other one of a pair sets them."""
 HEAD = """# What goes together

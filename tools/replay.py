@@ -242,7 +242,7 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     measured = calibration.read_calibration(args.calibration)
     mesh = measured.mesh | {"expert": args.devices}
     calibration.check(measured, mesh, measured.device_kind, measured.compute_dtype)
-    return cost_models.cost_model(
+    cost = cost_models.cost_model(
         measured,
         d_model=args.d_model,
         d_expert=args.d_expert,
@@ -250,6 +250,7 @@ def cost_model(args: argparse.Namespace) -> CostModel:
         micro_batches=args.micro_batches,
         other_flops_per_device=0.0,
     )
+    return dataclasses.replace(cost, calibration=None)  # --devices have its speeds
 
 
 def run_cost_model(folder: pathlib.Path) -> CostModel:
@@ -268,7 +269,8 @@ def run_cost_model(folder: pathlib.Path) -> CostModel:
     attempts = list(read_records(folder / "attempts.jsonl"))
     kind = attempts[-1].get("device_kind") if attempts else None
     gpu = None if kind is None else target.of_device(kind)
-    return make_cost_model(cfg, load_calibration(cfg, kind, gpu))
+    cost = make_cost_model(cfg, load_calibration(cfg, kind, gpu))
+    return dataclasses.replace(cost, calibration=None)  # of --devices, at its speeds
 
 
 def layout_for(

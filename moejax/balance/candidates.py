@@ -209,15 +209,16 @@ def _other_ways(
             transport=way.transport,
             rows_per_peer=way.rows_per_peer,
             home_chunks=way.home_chunks,
+            prefetch=way.prefetch,
             slots_per_device=slots,
             copies_per_device=min(now.copies_per_device, slots),
         )
         if way.domain == now.domain:
             yield plan, layout
             continue
-        base = question.plan.resized(layout)
-        if not _fits(base, layout):
-            base = ExpertPlan.home_in(layout, base.num_layers)
+        starts = question.plan, question.plan.resized(layout)
+        home = ExpertPlan.home_in(layout, question.plan.num_layers)
+        base = next((plan for plan in starts if _fits(plan, layout)), home)
         yield _plan(question, layout, question.cost, base), layout
 
 
@@ -238,7 +239,8 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     num_exchanges = question.cost.micro_batches * layout.num_exchanges
     pair_l = fullest_pair_by_layer(question.load_lwe, plan, layout)
     fullest = (question.peak_l * pair_l).max() / num_exchanges
-    max_rows = math.ceil(round(question.load_lwe.sum(axis=2).max() / num_exchanges, 6))
+    of_source = layout.source_share * question.load_lwe.sum(axis=2).max()
+    max_rows = math.ceil(round(of_source / num_exchanges, 6))
     rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
     windows = layout.num_windows
     rows = -(-max(1, min(rows, max_rows)) // windows) * windows

@@ -8,12 +8,14 @@ planned from the one before. While a relayout waits, swaps go on in the layout t
 in use, if they pay before its adoption. The load has changed by then, so the relayout
 is judged anew lag_steps before its adoption: it gets another plan, or is given up.
 
-The balancer looks for a change in two cases:
+The balancer looks for a change in three cases:
 
 * The forecast load is uneven. Device max/mean (rows of the fullest device over the mean
   of devices) exceeds `act_above` in the worst layer, or has exceeded it and is not yet
   below `rest_below`.
 * Padded buffers do not fit the numbers of rows that have been observed.
+* The run leaves communication schedule or domain to be chosen (Settings.ways): others
+  are priced, for loads and links as they were observed (moejax.balance.step_clock).
 
 It makes a change that, by the cost model, saves more per step than the margin, and
 saves more over the horizon than it costs. Where both a swap and a relayout pay, the
@@ -120,9 +122,11 @@ def observe(
     tokens_lwe: np.ndarray,
     fullest_pair_l: np.ndarray,
     step_sec: float | None = None,
+    cost: CostModel | None = None,
 ) -> State:
     """Return the state after one step's statistics, which may come some steps late.
-    `step_sec` is how long the step took; None: that is not known.
+    `step_sec` is how long the step took; None: that is not known. It is compared with
+    what `cost` predicts.
 
     Loads do not depend on the plan. Rows of pairs of devices do, so those of steps
     before the last adoption are forgotten.
@@ -134,8 +138,10 @@ def observe(
     clock, is_before = state.clock, False
     if state.last_change_step is not None and step < state.last_change_step:
         tracker, is_before = loads.forget_pairs(tracker), True
-    if len(settings.ways) > 1 and step_sec is not None and not is_before:
-        clock = step_clock.observe(clock, step_sec)
+    if _sees_links(settings, cost) and step_sec is not None and not is_before:
+        there = cost.slowed(state.layout.axes, clock.slowdown)
+        modelled_sec = there.step_sec(tokens_lwe, state.plan, state.layout)
+        clock = step_clock.observe(clock, step_sec, modelled_sec)
     return dataclasses.replace(state, tracker=tracker, clock=clock)
 
 
@@ -174,6 +180,8 @@ def decide(
         others = candidates.other_ways(question) if state.tracker.is_settled else []
         if others or _is_misfit(state):
             proposals += candidates.refits(question) + others
+        if others:  # they are not priced again for a cool-down
+            state = dataclasses.replace(state, last_keep_step=step)
     elif may_relayout and state.tracker.is_settled:
         best_plan = swaps[0].plan if swaps else state.coming_plan
         proposals += candidates.relayouts(question, best_plan)
@@ -196,15 +204,21 @@ def decide(
     return pend(settings, state, decision), decision
 
 
+def _sees_links(settings: Settings, cost: CostModel | None) -> bool:
+    """Return whether times of steps correct the speeds of links: where schedule or
+    domain may change, and the speeds were measured."""
+    lines = None if cost is None else cost.calibration
+    return len(settings.ways) > 1 and lines is not None and lines.is_measured
+
+
 def _with_seen_links(
     settings: Settings, cost: CostModel, state: State, load_lwe: np.ndarray
 ) -> tuple[State, CostModel]:
     """Return the state and the cost model in which the slowest axis of the group is as
-    slow as the times of steps say, where schedule and domain may change and the speeds
-    were measured."""
-    lines, group = cost.calibration, state.layout.axes
-    if len(settings.ways) < 2 or lines is None or not lines.is_measured:
+    slow as the times of steps say."""
+    if not _sees_links(settings, cost):
         return state, cost
+    group = state.layout.axes
     slowed = cost.slowed(group, state.clock.slowdown)
     if step_clock.extra_sec(state.clock):
         rows = zip(load_lwe, state.plan.slot_to_expert_lp)

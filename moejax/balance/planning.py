@@ -114,6 +114,7 @@ def take(task: Task, planner: Planner, event: Event) -> tuple[Planner, Reply | N
         load_lwe,
         event.fullest_pair_l,
         event.step_sec,
+        task.cost,
     )
     if not adoptions.is_asked(task.settings, state, event.step):
         return dataclasses.replace(planner, state=state), None

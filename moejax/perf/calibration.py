@@ -158,6 +158,21 @@ def find_line(
     return min((lines[axis] for axis in axes), key=lambda line: line["bytes_per_sec"])
 
 
+def slower(calibration: Calibration, axis: str, factor: float) -> Calibration:
+    """Return the calibration of a mesh on which collectives over an axis, alone or with
+    others, are slower by a factor."""
+
+    def changed(axes: str, line: dict[str, float]) -> dict[str, float]:
+        rate = line["bytes_per_sec"] / (factor if axis in axes.split("_") else 1.0)
+        return line | {"bytes_per_sec": rate}
+
+    collectives = {
+        name: {axes: changed(axes, line) for axes, line in lines.items()}
+        for name, lines in calibration.collectives.items()
+    }
+    return dataclasses.replace(calibration, collectives=collectives)
+
+
 def leaving_bytes(collective: str, size_bytes: float, num_devices: int) -> float:
     """Return the bytes that leave each device of a group in one collective.
 

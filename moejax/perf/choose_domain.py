@@ -174,7 +174,7 @@ def _row_terms(
 ) -> tuple[Term, ...]:
     """Return the terms of rows, which travel between devices at the same place of their
     domains."""
-    passes = exchange.Passes(count=stream.num_exchanged // 2, forward=0)
+    passes = exchange.Passes(stream.num_exchanged // 2, forward=0, backward=0)
     found = exchange.groups(stream.sizes, domain)
     buffer, is_hierarchical = exchange.Buffer(stream.row_bytes), stream.is_hierarchical
     return exchange.row_terms(None, buffer, passes, found, calibration, is_hierarchical)

@@ -151,6 +151,7 @@ class _TermMaker:
         passes = exchange.Passes(
             count=s.num_exchanged,
             forward=s.num_exchanged - s.is_training,
+            backward=int(s.is_training),
             token_bytes=token_bytes,
             tokens_count=1 + s.is_training,
             overlap=s.overlap,

@@ -14,7 +14,7 @@ them, and a device gathers the slots of its domain. Loads are rows per step: all
 micro-batches summed.
 
 Every choice asks these functions: policies and relayouts, `'auto'` of a policy, a
-schedule, a domain and the time of a gather, and the dry run.
+schedule and a domain, when slots are gathered, and the dry run.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from moejax.perf.calibration import (
     Calibration,
     find_line,
     leaving_bytes,
+    slower,
 )
 from moejax.perf.terms import Prediction, Term
 from moejax.perf.traffic import (
@@ -128,35 +129,17 @@ class CostModel:
 
     def groups(self, layout: Layout) -> dict[str, exchange.Group]:
         """Return the groups of devices that a layout's collectives join."""
-        sizes = dict(self.lines.mesh)
-        if not sizes:  # no mesh is known: all devices are along the last axis
-            sizes = dict.fromkeys(layout.axes, 1)
-            sizes[layout.axes[-1]] = layout.num_devices
-            if layout.domain is not None:
-                sizes = dict(zip(layout.axes, layout.domain.sizes))
-            if layout.tensor is not None:
-                inner = layout.tensor.inner
-                sizes[layout.axes[-1]] *= inner.get("expert", 1)
-                if "tensor" in inner:
-                    sizes[layout.axes[-1]] //= layout.tensor.size // inner["tensor"]
-        return exchange.groups_of(layout, sizes)
+        return exchange.groups_of(layout, self.lines.mesh)
 
-    def compute_sec(self, rows_w: np.ndarray, layout: Layout | None = None) -> float:
+    def compute_sec(self, rows_w: np.ndarray) -> float:
         """Return the forward time of the fullest device (T_FEC)."""
-        return float(rows_w.max()) * self.row_sec(layout)
+        return float(rows_w.max()) * self.flops_per_row / self.flops_per_sec
 
-    def row_sec(self, layout: Layout | None = None) -> float:
-        """Return the forward time of one row on a device.
-
-        Schedule 'base' computes the rows of each device of the tensor axis, and 'local'
-        whole experts. None: a layout without a tensor axis.
-        """
-        times, tensor = 1, None if layout is None else layout.tensor
-        if tensor is not None and tensor.is_local:
-            times = tensor.expert_shards
-        elif tensor is not None and tensor.schedule == "base":
-            times = min(tensor.size, tensor.expert_shards)
-        return times * self.flops_per_row / self.flops_per_sec
+    def row_sec(self, layout: Layout) -> float:
+        """Return the forward time of one row on a device: of its shard of an expert, or
+        of a whole one with schedule 'local'."""
+        shards = layout.tensor.expert_shards if layout.is_local else 1
+        return shards * self.flops_per_row / self.flops_per_sec
 
     def row_terms(self, pair_uu: np.ndarray, layout: Layout) -> tuple[Term, ...]:
         """Return the terms of all exchanges of a layer's rows in one step.
@@ -192,7 +175,8 @@ class CostModel:
         num_passes = self.num_exchanged // 2
         passes = exchange.Passes(
             count=num_passes * num_exchanges,
-            forward=(num_passes - 1) * num_exchanges,
+            forward=(num_passes - 1) * self.micro_batches,
+            backward=self.micro_batches,
             token_bytes=self.tokens * self.bytes_per_row,
             tokens_count=2 * self.micro_batches * (self.tokens > 0),
         )
@@ -231,12 +215,13 @@ class CostModel:
             back += [copies] * (self.num_fetched - 1)
         if is_topped_up:
             budget = layout.top_up_offers, layout.top_up_copies
-            moved = self._moved(layout.exchanged, sum(budget), 2, "copies")
+            moved = self._moved(layout, layout.exchanged, sum(budget), 2, "copies")
             once += [_times(moved, layout.num_exchanges * self.micro_batches)] * (
                 1 + self.num_fetched
             )
         domain_out, domain_back = self._domain_terms(layout)
-        gathered = self._data_terms(layout)
+        gathered = self._data_terms(layout, "all_gather", "weights")
+        scattered = self._data_terms(layout, "reduce_scatter", "gradients")
         if layout.keeps_slots:
             once += [*domain_out, *domain_back]
         elif layout.domain is not None and layout.domain.compression is not None:
@@ -246,10 +231,10 @@ class CostModel:
             ahead += domain_out
             back += [*domain_out * (self.num_fetched - 1), *domain_back]
         if layout.gather == "step":
-            once += [gathered, gathered]
+            once += [gathered, scattered]
         else:
             ahead.append(gathered)
-            back += [gathered] * self.num_fetched
+            back += [gathered] * (self.num_fetched - 1) + [scattered]
         kept = (tuple(t for t in x if t.count) for x in (ahead, back, once))
         return WeightTerms(*kept)
 
@@ -258,25 +243,33 @@ class CostModel:
         owners, in one step, or their gradients back."""
         view = layout.exchanged if layout.makes_replicas else layout
         if layout.store == "sharded":
-            moved = self._moved(view, layout.slots_per_device, 1, cargo)
+            moved = self._moved(layout, view, layout.slots_per_device, 1, cargo)
         else:
             num_experts = view.offers_per_device + view.copies_per_device
-            moved = self._moved(view, num_experts, 2, cargo)
+            moved = self._moved(layout, view, num_experts, 2, cargo)
         times = 1 if layout.store == "resident" else self.micro_batches
         if layout.makes_replicas:  # each exchange chooses its own copies
             times *= layout.num_exchanges
         return _times(moved, times)
 
     def _moved(
-        self, layout: Layout, num_experts: int, num_collectives: int, cargo: str
+        self,
+        layout: Layout,
+        view: Layout,
+        num_experts: int,
+        num_collectives: int,
+        cargo: str,
     ) -> Term:
         """Return the term in which a device sends this number of experts to others of
-        the group, once."""
-        w = layout.num_devices
+        the group once; or to other domains, where `view` is the exchanged layout."""
+        w = view.num_devices
         if num_experts == 0 or w == 1:
             return Term("", 0, 0.0, 0.0)
+        line = {"latency_sec": self.latency_sec, "bytes_per_sec": self.bytes_per_sec}
+        if view is not layout:
+            line = self._peer_line(layout)
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
-        sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
+        sec = sent_bytes / line["bytes_per_sec"] + num_collectives * line["latency_sec"]
         name = f"all_to_all {'_'.join(layout.axes)} {cargo}"
         return Term(name, num_collectives, sent_bytes, sec)
 
@@ -304,29 +297,29 @@ class CostModel:
             ),
         )
 
-    def _data_terms(self, layout: Layout) -> Term:
+    def _data_terms(self, layout: Layout, collective: str, cargo: str) -> Term:
         """Return the term in which one layer gathers its slots over the devices on
-        which their width rests, in one step, once; or scatters their gradients."""
+        which their width rests, in one step, once; or scatters their gradients, which
+        takes as long over data."""
         times = 1 if layout.gather == "step" else self.micro_batches
         whole = times * self.num_whole(layout)
         if layout.is_local:
             mesh = self.lines.mesh
-            rest = {axis: mesh.get(axis, 1) for axis in ("dc", "data", "expert")}
+            rest = {axis: mesh.get(axis, 1) for axis in ("data", "expert")}
             size = whole * layout.tensor.expert_shards * self.bytes_per_expert
             size *= rest["data"]
-            leaving = leaving_bytes("all_gather", size, terms.num_devices(rest)) / times
+            leaving = leaving_bytes(collective, size, terms.num_devices(rest)) / times
             return terms.collective_term(
-                self.lines, "all_gather", rest, leaving, times, "weights"
+                self.lines, collective, rest, leaving, times, cargo
             )
         if not self.gather_sec:
             return Term("", 0, 0.0, 0.0)
         data = self.lines.mesh.get("data", 1)
         sent = whole * (data - 1) * self.bytes_per_expert
-        return Term("all_gather data weights", times, sent, whole * self.gather_sec)
+        name = f"{collective} data {cargo}"
+        return Term(name, times, sent, whole * self.gather_sec)
 
-    def sync_sec(
-        self, layout: Layout, forward_sec: float = 0.0, is_topped_up: bool = False
-    ) -> float:
+    def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
         """Return the exposed time in which one layer's weights reach their slots and
         the gradients return, in one step (`weight_terms`).
 
@@ -335,7 +328,7 @@ class CostModel:
         backward pass has twice that work, and with remat once more, under which slots
         that it fetches again hide too.
         """
-        found = self.weight_terms(layout, is_topped_up)
+        found = self.weight_terms(layout)
         return found.sec - self._hidden_sec(found, layout, forward_sec)
 
     def _hidden_sec(
@@ -353,19 +346,14 @@ class CostModel:
     ) -> Prediction:
         """Return the time of one layer in one step, with the slots `row_p`, as a sum of
         named terms. Without remat that is 3 T_FEC + 4 T_A2A + T_sync."""
-        rows_up = layer_rows(load_we, row_p, layout)
-        rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
-        forward_sec, times = float(rows_u.max()) * row_sec, self.num_computed
-        mean_sec = float(rows_u.mean()) * row_sec
-        weights = self.weight_terms(layout, has_copies(rows_up, layout))
-        hidden_sec = self._hidden_sec(weights, layout, forward_sec)
-        waits, hides = forward_sec > mean_sec, hidden_sec > 0
+        layer, times = self._layer(load_we, row_p, layout), self.num_computed
+        wait_sec, weights = layer.forward_sec - layer.mean_sec, layer.weights
         return terms.make_prediction(
-            Term("experts", times, 0.0, times * mean_sec),
-            Term("wait", times * waits, 0.0, times * (forward_sec - mean_sec)),
-            *self.row_terms(pair_rows(rows_up), layout),
-            *weights.ahead, *weights.back, *weights.once,
-            Term("hidden under the block", int(hides), 0.0, -hidden_sec),
+            Term("experts", times, 0.0, times * layer.mean_sec),
+            Term("wait", times * (wait_sec > 0), 0.0, times * wait_sec),
+            *layer.rows, *weights.ahead, *weights.back, *weights.once,
+            Term("hidden under the block", int(layer.hidden_sec > 0), 0.0,
+                 -layer.hidden_sec),
         )  # fmt: skip
 
     def layer_sec(
@@ -373,21 +361,26 @@ class CostModel:
     ) -> float:
         """Return the time of one layer in one step, with the slots `row_p`: the sum of
         the terms of `predict`."""
-        forward_sec, rows_sec, sync_sec, _ = self._layer_secs(load_we, row_p, layout)
-        return self.num_computed * forward_sec + rows_sec + sync_sec
+        layer = self._layer(load_we, row_p, layout)
+        return self.num_computed * layer.forward_sec + _sec(layer.rows) + layer.sync_sec
 
-    def _layer_secs(
+    def _layer(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
-    ) -> tuple[float, float, float, float]:
-        """Return T_FEC, the time of all exchanges and T_sync of one layer, and the
-        forward time of a device with the mean number of rows."""
+    ) -> "_LayerTimes":
+        """Return the times of one layer in one step, with the slots `row_p`."""
         rows_up = layer_rows(load_we, row_p, layout)
         rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
+        if layout.tensor is not None and layout.tensor.schedule == "base":
+            rows_u = min(layout.shards) * rows_u  # copies of the same tokens
         forward_sec = float(rows_u.max()) * row_sec
-        rows_sec = self.rows_sec(pair_rows(rows_up), layout)
-        mean_sec = float(rows_u.mean()) * row_sec
-        sync_sec = self.sync_sec(layout, forward_sec, has_copies(rows_up, layout))
-        return forward_sec, rows_sec, sync_sec, mean_sec
+        weights = self.weight_terms(layout, has_copies(rows_up, layout))
+        return _LayerTimes(
+            mean_sec=float(rows_u.mean()) * row_sec,
+            forward_sec=forward_sec,
+            rows=self.row_terms(pair_rows(rows_up), layout),
+            weights=weights,
+            hidden_sec=self._hidden_sec(weights, layout, forward_sec),
+        )
 
     def counted_step_parts(
         self,
@@ -437,11 +430,6 @@ class CostModel:
             return whole, whole
         return self.micro_batches * self.num_fetched * whole, self.micro_batches * whole
 
-    def gathers_sec(self, layout: Layout) -> float:
-        """Return the time in which one layer gathers its slots over data, and scatters
-        their gradients, in one step."""
-        return sum(self.num_gathers(layout)) * self.gather_sec
-
     def step_sec(self, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
         """Return the time of all MoE layers in one step."""
         return sum(
@@ -458,18 +446,17 @@ class CostModel:
     ) -> "StepParts":
         """Return the time of a step's blocks by parts, for loads and a plan. Without
         blocks, the parts add up to `step_sec`."""
-        forward_sec, wires_sec, copies_sec, mean_sec = np.sum(
-            [
-                self._layer_secs(load_we, row_p, layout)
-                for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
-            ],
-            axis=0,
-        ).tolist()
+        layers = [
+            self._layer(load_we, row_p, layout)
+            for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
+        ]
+        mean_sec = sum(layer.mean_sec for layer in layers)
+        forward_sec = sum(layer.forward_sec for layer in layers)
         return StepParts(
             experts=self.num_computed * mean_sec,
             wait=self.num_computed * (forward_sec - mean_sec),
-            wires=wires_sec,
-            copies=copies_sec,
+            wires=sum(_sec(layer.rows) for layer in layers),
+            copies=sum(layer.sync_sec for layer in layers),
             blocks=self._blocks_sec(num_blocks),
         )
 
@@ -509,18 +496,24 @@ class CostModel:
         reach it."""
         if layout.domain is None:
             return self
-        owners, line = self.groups(layout)["owners"], {}
-        if several := terms.whole_axes(axis for axis, n in owners.items() if n > 1):
-            line = find_line(self.lines, "all_to_all", several)
-        size = layout.domain_size
+        size, line = layout.domain_size, self._peer_line(layout)
         return dataclasses.replace(
             self,
             bytes_per_expert=self.bytes_per_expert / size,
             bytes_per_move=self.bytes_per_move / size,
-            bytes_per_sec=line.get("bytes_per_sec", math.inf),
-            latency_sec=line.get("latency_sec", 0.0),
+            bytes_per_sec=line["bytes_per_sec"],
+            latency_sec=line["latency_sec"],
             calibration=None,
         )
+
+    def _peer_line(self, layout: Layout) -> dict[str, float]:
+        """Return the line of an all_to_all between owners, or between domains. A single
+        one sends nothing."""
+        owners = self.groups(layout)["owners"]
+        several = terms.whole_axes(axis for axis, n in owners.items() if n > 1)
+        if not several:
+            return {"latency_sec": 0.0, "bytes_per_sec": math.inf}
+        return find_line(self.lines, "all_to_all", several)
 
     def slowed(self, group: tuple[str, ...], factor: float) -> "CostModel":
         """Return the cost model in which collectives over the slowest axis of a group,
@@ -529,16 +522,7 @@ class CostModel:
         if factor == 1.0 or self.calibration is None or not several:
             return self
 
-        def slower(axes: str, line: dict[str, float]) -> dict[str, float]:
-            rate = line["bytes_per_sec"] / factor
-            is_slow = several[0] in axes.split("_")
-            return line | ({"bytes_per_sec": rate} if is_slow else {})
-
-        collectives = {
-            name: {axes: slower(axes, line) for axes, line in lines.items()}
-            for name, lines in self.calibration.collectives.items()
-        }
-        lines = dataclasses.replace(self.calibration, collectives=collectives)
+        lines = slower(self.calibration, several[0], factor)
         line = find_line(lines, "all_to_all", several)
         return dataclasses.replace(
             self, calibration=lines, bytes_per_sec=line["bytes_per_sec"]
@@ -574,6 +558,24 @@ class WeightTerms(NamedTuple):
     def sec(self) -> float:
         """Seconds of all terms together."""
         return _sec(self.ahead) + _sec(self.back) + _sec(self.once)
+
+
+class _LayerTimes(NamedTuple):
+    """Times of one layer in one step."""
+
+    mean_sec: float
+    """Forward time of a device with the mean number of rows."""
+    forward_sec: float
+    """Forward time of the fullest device (T_FEC)."""
+    rows: tuple[Term, ...]
+    weights: WeightTerms
+    hidden_sec: float
+    """Time of weights and gradients that other work hides."""
+
+    @property
+    def sync_sec(self) -> float:
+        """Exposed time of weights and gradients (T_sync)."""
+        return self.weights.sec - self.hidden_sec
 
 
 def _times(term: Term, times: int) -> Term:

@@ -83,11 +83,19 @@ def groups(
 
 def groups_of(layout: Layout, sizes: Mapping[str, int]) -> dict[str, Group]:
     """Return the groups of a layout, on a mesh with these numbers of devices along its
-    axes."""
-    domain, tensor = layout.domain, layout.tensor
-    parts = (1, 1) if tensor is None else (tensor.size, tensor.expert_shards)
-    along = {axis: sizes[axis] for axis in layout.axes}
-    return groups(along, None if domain is None else domain.shared, *parts)
+    axes. Without any, all devices are along the last axis, or as the domain says."""
+    domain, shared = layout.domain, None
+    along = dict.fromkeys(layout.axes, 1)
+    if sizes:
+        along = {axis: sizes[axis] for axis in layout.axes}
+    elif domain is not None:
+        along = dict(zip(layout.axes, domain.sizes))
+    else:
+        tensor, shards = layout.shards
+        along[layout.axes[-1]] = layout.num_devices * shards // tensor
+    if domain is not None:
+        shared = domain.shared
+    return groups(along, shared, *layout.shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +118,10 @@ class Passes:
     """Number of passes in a step: forward and backward, and forward again with remat
     'full', of each exchange of each micro-batch."""
     forward: int
-    """Number of these that are forward passes, and not their transposes."""
+    """Number of forward passes, in each of which a layer's tokens are gathered once,
+    also where they are exchanged in halves."""
+    backward: int
+    """Number of backward passes."""
     token_bytes: float = 0.0
     """Bytes of the hidden states of a tensor group's tokens (T)."""
     tokens_count: int = 0
@@ -202,10 +213,10 @@ def _base(m: _Maker) -> Iterator[Term]:
     """
     size, passes = m.buffer.size_bytes, m.passes
     part = m.shards * min(1.0, m.shards / m.tensor)
-    tokens, backward = passes.token_bytes * part, passes.count - passes.forward
+    tokens = passes.token_bytes * part
     yield m.collective("all_gather", "shards", tokens, passes.forward, "tokens")
     whole = passes.token_bytes * num_devices(m.groups["within"])
-    yield m.collective("all_gather", "within", whole, backward, "gradients")
+    yield m.collective("all_gather", "within", whole, passes.backward, "gradients")
     yield from m.exchanged("owners", size)
     yield m.collective("all_reduce", "shards", size, passes.count)
     yield m.tokens("outer")

@@ -36,7 +36,7 @@ class Term:
 @shown_by("prediction")
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Predicted time of one layer and micro-batch under one candidate."""
+    """Predicted time of one layer under one candidate, in a step or a micro-batch."""
 
     terms: tuple[Term, ...]
 

@@ -66,11 +66,15 @@ def unit_slots(row_p: np.ndarray, layout: Layout) -> np.ndarray:
 
 def unit_plan(plan: ExpertPlan, layout: Layout) -> ExpertPlan:
     """Return a plan of the group's devices as one of its units, for the layout
-    `layout.exchanged`."""
+    `layout.exchanged`. A unit holds each expert once: further slots of it are empty."""
     if layout.domain is None:
         return plan
+    slots_lp = unit_slots(plan.slot_to_expert_lp, layout)
+    slots_lus = slots_lp.reshape(len(slots_lp), layout.exchanged.num_devices, -1)
+    is_equal = slots_lus[..., None] == slots_lus[..., None, :]
+    is_again_lus = np.tril(is_equal, k=-1).any(axis=-1)
     return ExpertPlan(
-        unit_slots(plan.slot_to_expert_lp, layout),
+        np.where(is_again_lus, EMPTY, slots_lus).reshape(slots_lp.shape),
         plan.num_experts,
         unit_slots(plan.owned_le, layout),
     )
@@ -81,8 +85,8 @@ def device_plan(made: ExpertPlan, layout: Layout, current: ExpertPlan) -> Expert
 
     Owners are the devices at the same place. In the stores that have copies, a device
     holds those of its own experts that its unit holds, and the members of a unit share
-    out its copies. A layer in which a device would hold more copies than the budget of
-    `layout` allows keeps the slots and owners of `current`.
+    out its copies. A layer in which a device would hold or offer more copies than the
+    budgets of `layout` allow keeps the slots and owners of `current`.
     """
     if layout.domain is None:
         return made
@@ -92,56 +96,48 @@ def device_plan(made: ExpertPlan, layout: Layout, current: ExpertPlan) -> Expert
     if not layout.has_copies:
         owned_le = None if layout.store == "sharded" else owned_le
         return ExpertPlan(table_lp, made.num_experts, owned_le)
-    members, rows, owners = device_order(layout), [], []
-    members = members.reshape(-1, layout.domain_size)
+    rows, owners = [], []
     for layer, (row_p, owned_e) in enumerate(zip(table_lp, owned_le)):
-        row_ws = row_p.reshape(layout.num_devices, -1)
-        owned_wi = owned_e.reshape(layout.num_devices, -1)
-        shared = [_shared_out(row_ws[w], owned_wi[w], layout) for w in members]
-        if any(part is None for part in shared):
-            rows.append(current.slot_to_expert_lp[layer])
-            owners.append(current.owned_le[layer])
-            continue
-        new_ws = np.empty_like(row_ws)
-        for w, part in zip(members, shared):
-            new_ws[w] = part
-        rows.append(new_ws.reshape(-1))
-        owners.append(owned_e)
+        spread_p = _spread(row_p, owned_e, layout)
+        is_kept = spread_p is None
+        rows.append(current.slot_to_expert_lp[layer] if is_kept else spread_p)
+        owners.append(current.owned_le[layer] if is_kept else owned_e)
     return ExpertPlan(np.stack(rows), made.num_experts, np.stack(owners))
 
 
-def _shared_out(
-    held_ms: np.ndarray, owned_mi: np.ndarray, layout: Layout
+def _spread(
+    row_p: np.ndarray, owned_e: np.ndarray, layout: Layout
 ) -> np.ndarray | None:
-    """Return the slots of a unit's members, [m, s], that together hold what `held_ms`
-    does. None where a member would hold more copies than its budget allows.
+    """Return the slots of one layer's devices, in which each unit holds what it does in
+    `row_p`. None where that breaks a budget of the layout.
 
-    Own experts are first; each copy goes to the member with the fewest full slots.
+    Own experts are first; each copy goes to the member with the fewest copies, of equal
+    ones with the fewest full slots.
     """
-    left = held_ms[held_ms != EMPTY].tolist()
-    members: list[list[int]] = []
-    for owned_i in owned_mi.tolist():
-        own = [expert for expert in owned_i if expert in left]
-        for expert in own:
-            left.remove(expert)
-        members.append(own)
-    copies = [0] * len(members)
-    for expert in left:
-        with_room = [
-            (len(held), m)
-            for m, held in enumerate(members)
-            if len(held) < layout.slots_per_device
-            and (copies[m] < layout.copies_per_device or expert in owned_mi[m])
-        ]
-        if not with_room:
-            return None
-        _, m = min(with_room)
-        members[m].append(expert)
-        copies[m] += expert not in owned_mi[m]
-    row_ms = np.full(held_ms.shape, EMPTY, np.int32)
-    for row_s, held in zip(row_ms, members):
+    w = layout.num_devices
+    row_ws, owned_wi = row_p.reshape(w, -1), owned_e.reshape(w, -1).tolist()
+    held_w: list[list[int]] = [[] for _ in range(w)]
+    for members in device_order(layout).reshape(-1, layout.domain_size).tolist():
+        left = [expert for expert in row_ws[members].ravel().tolist() if expert >= 0]
+        for member in members:
+            held_w[member] = [expert for expert in owned_wi[member] if expert in left]
+            for expert in held_w[member]:
+                left.remove(expert)
+        num_own = {member: len(held_w[member]) for member in members}
+        for expert in left:
+            with_room = [m for m in members if len(held_w[m]) < row_ws.shape[1]]
+            sizes = [
+                (len(held_w[m]) - num_own[m], len(held_w[m]), m) for m in with_room
+            ]
+            held_w[min(sizes)[-1]].append(expert)
+    spread_ws = np.full(row_ws.shape, EMPTY, np.int32)
+    for row_s, held in zip(spread_ws, held_w):
         row_s[: len(held)] = held
-    return row_ms
+    spread_p = spread_ws.reshape(-1)
+    needs = ExpertPlan(spread_p[None], len(owned_e), owned_e[None]).needs(w)
+    budgets = layout.offers_per_device, layout.copies_per_device
+    is_within = needs.offers <= budgets[0] and needs.copies <= budgets[1]
+    return spread_p if is_within else None
 
 
 def _as_on_devices(values_lx: np.ndarray, layout: Layout) -> np.ndarray:

@@ -30,7 +30,7 @@ from moejax.resolve.partition import (
     partition_of,
     rows_per_step,
 )
-from moejax.resolve.speeds import make_cost_model
+from moejax.resolve.speeds import make_cost_model, naming
 
 Way = tuple[str, tuple[int, int]]
 """A schedule ('auto' where no layer is cut over a tensor axis) and a domain."""
@@ -59,8 +59,11 @@ def choose_communication(
     _check_compression(cfg)
     ways = _open_ways(cfg)
     if len(ways) == 1:
-        (schedule, domain), *_ = ways
-        return Communication(partition_of(_named(cfg, schedule, domain)), {}, ())
+        named = _named(cfg, *ways[0])
+        partition = partition_of(named)
+        if cfg.router.training != "dense":  # raises where the calibration lacks a line
+            predict(named, layouts.step_layout(named, partition, mesh), calibration)
+        return Communication(partition, {}, ())
     possible = _possible(cfg, ways, mesh)
     sec: dict[Way, Prediction] = {}
     for way, (named, layout) in possible.items():
@@ -83,14 +86,15 @@ def predict(cfg: Config, layout: Layout, calibration: Calibration) -> Prediction
     with experts at home."""
     cost = make_cost_model(cfg, calibration)
     row_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
-    return cost.predict(even_load(cfg, layout), row_p, layout)
+    with naming(cfg.balance.calibration):
+        return cost.predict(even_load(cfg, layout), row_p, layout)
 
 
 def even_load(cfg: Config, layout: Layout) -> np.ndarray:
     """Return the rows of one layer in a step from each source device to each expert, if
     all are equal: float [w, e]."""
     shape = layout.num_devices, layout.num_experts
-    return np.full(shape, rows_per_step(cfg) / layout.num_experts)
+    return np.full(shape, rows_per_step(cfg, layout) / layout.num_experts)
 
 
 def _open_ways(cfg: Config) -> list[Way]:

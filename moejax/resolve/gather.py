@@ -31,12 +31,16 @@ class Cost(NamedTuple):
 
 def is_open(gather: Gather | None, layout: Layout, gather_sec: float) -> bool:
     """Return whether a run has a choice: Dispatch.gather is None, slots are gathered
-    over data at all, and those of the layout can be gathered once a step.
+    over data or in a domain, and those of the layout can be gathered once a step.
 
     `gather_sec` is CostModel.gather_sec.
     """
-    can_keep = layout.store in GATHERED_ONCE
-    return gather is None and gather_sec > 0 and can_keep and not layout.is_local
+    can_keep = layout.store in GATHERED_ONCE and not layout.is_local
+    is_gathered = gather_sec > 0
+    if layout.domain is not None:
+        can_keep = can_keep and layout.domain.compression is None
+        is_gathered = is_gathered or layout.store == "owned"
+    return gather is None and is_gathered and can_keep
 
 
 def choose(layer: Cost, once: Cost, usable_bytes: int) -> Choice[Gather]:

@@ -99,8 +99,9 @@ def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, Choice[str]]:
         permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
         chosen = {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
     if layout.split in ("water_filling", "top_up"):
-        num_colors = max_colors(layout.num_experts, layout.topped_up.num_slots)
-        filling = choose_water_fill(num_colors, layout.num_devices)
+        view = layout.exchanged.topped_up
+        num_colors = max_colors(view.num_experts, view.num_slots)
+        filling = choose_water_fill(num_colors, view.num_devices)
         chosen["water_fill"] = Choice("portable", why) if is_plain else filling
     return chosen
 

@@ -248,8 +248,9 @@ def with_shadow_prices(layout: Layout, cost: CostModel) -> Layout:
     if layout.split != "shadow":
         return layout
     row_sec = 3 * cost.flops_per_row / cost.flops_per_sec
-    price = 2 * cost.bytes_per_expert / cost.bytes_per_sec / row_sec
-    toll = 4 * cost.bytes_per_row / cost.bytes_per_sec / row_sec
+    bytes_per_sec = cost.between_units(layout).bytes_per_sec
+    price = 2 * cost.bytes_per_expert / bytes_per_sec / row_sec
+    toll = 4 * cost.bytes_per_row / bytes_per_sec / row_sec
     return dataclasses.replace(
         layout,
         shadow_price=min(math.ceil(price), shadowing.MAX_PRICE),

@@ -112,7 +112,9 @@ class _Sizes:
     expert_hidden: int
     """Hidden states of the experts [m, f]."""
     slots: int
-    """Slots of one layer."""
+    """Slots of one layer, at work."""
+    plan_slots: int
+    """Those of the plan alone, without the copies of split 'top_up'."""
     dense: int
     """Weights of attention and of a dense feed-forward part, gathered."""
     dense_hidden: int
@@ -159,6 +161,7 @@ class _Sizes:
             received_row=received * d * c,
             expert_hidden=m * f * c,
             slots=view.slots_per_device * 3 * d * f * c,
+            plan_slots=layout.exchanged.slots_per_device * 3 * d * f * c,
             dense=(attention_matrices(network) + 3 * d * width) // tensor * c,
             dense_hidden=b * t * width // tensor * c,
             heads=heads,
@@ -228,7 +231,7 @@ def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int
     Both are 0 where each layer makes and frees its own. Sums of slots' gradients take
     the place of those of experts' parameters.
     """
-    slots = cfg.model.num_moe_layers * sizes.slots
+    slots = cfg.model.num_moe_layers * sizes.plan_slots
     if layout.gather == "layer" and "data" not in layout.axes:
         slots //= cfg.mesh.data  # the hidden width is still split
     sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])

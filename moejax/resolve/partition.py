@@ -3,6 +3,7 @@
 import dataclasses
 
 from moejax.config import Config
+from moejax.plan.layout import Layout
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import UNSPLIT
 
@@ -80,11 +81,11 @@ def group_sizes(cfg: Config) -> dict[str, int]:
     return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}
 
 
-def rows_per_step(cfg: Config) -> float:
-    """Return the number of rows that one device computes in a step, if the load is
-    even: with whole experts or with its shards of them."""
+def rows_per_step(cfg: Config, layout: Layout) -> float:
+    """Return the number of rows that one device computes in a step of a layout, if the
+    load is even: with whole experts or with its shards of them."""
     rows = micro_batch_tokens(cfg) * cfg.moe.top_k * cfg.train.accumulate_steps
-    shards = 1 if cfg.dispatch.is_local else cfg.expert_shards
+    shards = 1 if layout.is_local else cfg.expert_shards
     return rows * shards / cfg.mesh.tensor
 
 

@@ -28,6 +28,7 @@ from moejax.perf.cost_model import CostModel
 from moejax.perf.traffic import max_over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Store
+from moejax.plan.units import unit_order
 from moejax.resolve import layouts
 from moejax.resolve.communication import choose_communication
 from moejax.resolve.gather import GIB, SAFE
@@ -114,10 +115,11 @@ def choose_policy(
             refused[candidate] = f"cannot run: {fault}"
     if len(found) == 1:
         return Choice(home, "no other can run", refused)
-    load_tlwe, load = _loads(cfg, found[home])
+    share_tle, what = _shares(cfg)
+    load = f"{what} (device max/mean {_ratio(share_tle, found[home]):.2f} at home)"
     cost = make_cost_model(cfg, calibration)
     sec = {
-        candidate: _layers_sec(candidate.applied(cfg), layout, cost, load_tlwe)
+        candidate: _layers_sec(candidate.applied(cfg), layout, cost, share_tle)
         for candidate, layout in found.items()
     }
     best = _best(sec, home, found)
@@ -166,11 +168,13 @@ def _require_room(
 
 
 def _layers_sec(
-    cfg: Config, layout: Layout, cost: CostModel, load_tlwe: np.ndarray
+    cfg: Config, layout: Layout, cost: CostModel, share_tle: np.ndarray
 ) -> float:
     """Return the modelled time of all MoE layers in a step: the mean over the loads
     after the first, each under the plan that the policy makes of the one before."""
-    policy = find_policy(layouts.balancer_settings(cfg, layout))
+    policy, w = find_policy(layouts.balancer_settings(cfg, layout)), layout.num_devices
+    load_tle = rows_per_step(cfg, layout) * share_tle
+    load_tlwe = np.repeat(load_tle[:, :, None], w, axis=2)
     num_loads, num_layers = load_tlwe.shape[:2]
     plan, sec = ExpertPlan.home_in(layout, num_layers), 0.0
     for before_lwe, load_lwe in itertools.pairwise(load_tlwe):
@@ -180,9 +184,9 @@ def _layers_sec(
     return cfg.model.num_moe_layers / num_layers * sec / (num_loads - 1)
 
 
-def _loads(cfg: Config, layout: Layout) -> tuple[np.ndarray, str]:
-    """Return loads in rows per step by time, layer, source device and expert, and what
-    they are: samples of those that the router follows, or presumed ones."""
+def _shares(cfg: Config) -> tuple[np.ndarray, str]:
+    """Return the shares of a layer's rows by time, layer and expert, and what they are:
+    samples of those that the router follows, or presumed ones."""
     num_layers = min(MAX_LAYERS, cfg.model.num_moe_layers)
     if cfg.router.kind == "recorded":
         sizes = cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k
@@ -191,12 +195,16 @@ def _loads(cfg: Config, layout: Layout) -> tuple[np.ndarray, str]:
         share_tle, what = table_tle[index_t, :num_layers], "the recorded load"
     else:
         share_tle, what = _presumed_shares(cfg, num_layers)
-    share_tle = share_tle / share_tle.sum(axis=-1, keepdims=True)
-    w = layout.num_devices
-    device_tlw = share_tle.reshape(*share_tle.shape[:2], w, -1).sum(axis=-1)
-    ratio = np.mean([max_over_mean(x_w) for x_w in device_tlw.reshape(-1, w)])
-    load_tlwe = np.repeat(rows_per_step(cfg) * share_tle[:, :, None], w, axis=2)
-    return load_tlwe, f"{what} (device max/mean {ratio:.2f} at home)"
+    return share_tle / share_tle.sum(axis=-1, keepdims=True), what
+
+
+def _ratio(share_tle: np.ndarray, layout: Layout) -> float:
+    """Return the device max/mean of loads under the home plan of a layout, the mean
+    over layers and times."""
+    u = layout.exchanged.num_devices
+    share_tle = share_tle[..., unit_order(layout)]
+    device_xu = share_tle.reshape(-1, u, layout.num_experts // u).sum(axis=-1)
+    return float(np.mean([max_over_mean(share_u) for share_u in device_xu]))
 
 
 def _presumed_shares(cfg: Config, num_layers: int) -> tuple[np.ndarray, str]:

@@ -276,7 +276,7 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
 
     def predict(way: Gather) -> gather.Cost:
         there = dataclasses.replace(layout, gather=way)
-        sec = cfg.model.num_moe_layers * cost.gathers_sec(there)
+        sec = cfg.model.num_moe_layers * cost.weight_terms(there).sec
         parts = step_memory(cfg, there, state_bytes(cfg), attention)
         return gather.Cost(sec, sum(parts.values()))
 

@@ -25,7 +25,7 @@ the host, and the launches that could not be queued meanwhile. It is not measure
 def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
     """Return the cost model of this model's sizes at the calibration's speeds. Raises
     ValueError, with the file's name, where it lacks a line."""
-    with _named(cfg.balance.calibration):
+    with naming(cfg.balance.calibration):
         cost = cost_model(
             calibration,
             d_model=cfg.model.d_model,
@@ -62,7 +62,7 @@ def load_calibration(
     """
     if cfg.balance.calibration is None:
         return unmeasured(cfg.mesh, device_kind or "any device", target)
-    with _named(cfg.balance.calibration):
+    with naming(cfg.balance.calibration):
         calibration = read_calibration(_find_file(cfg.balance.calibration))
         kind = calibration.device_kind if device_kind is None else device_kind
         check(calibration, dataclasses.asdict(cfg.mesh), kind, cfg.model.compute_dtype)
@@ -70,7 +70,7 @@ def load_calibration(
 
 
 @contextlib.contextmanager
-def _named(calibration: str | None) -> Iterator[None]:
+def naming(calibration: str | None) -> Iterator[None]:
     """Put the name of the calibration's file before the errors of a block."""
     try:
         yield

@@ -51,7 +51,7 @@ def predict(run: Resolved, rates: Rates, master_bytes: int) -> StepTime:
     `master_bytes` of parameters each."""
     cfg, layout = run.cfg, run.layout
     shape = cfg.model.num_moe_layers, layout.num_devices, layout.num_experts
-    load_lwe = np.full(shape, rows_per_step(cfg) / layout.num_experts)
+    load_lwe = np.full(shape, rows_per_step(cfg, layout) / layout.num_experts)
     plan, num_blocks = run.home_plan(), cfg.model.num_layers
     parts = run.cost.step_parts(load_lwe, plan, layout, num_blocks)
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices

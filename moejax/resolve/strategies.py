@@ -113,13 +113,12 @@ def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     """Return the seconds of the links in one step of a run, for an even load.
 
     `calibration` has the speeds of the run's mesh. Along dc parts of gradients are
-    summed in each of them alike, and a tensor axis has collectives of its own: neither
-    counts.
+    summed in each of them alike, and do not count.
     """
     cfg, layout = run.cfg, run.layout
     cost = make_cost_model(cfg, calibration)
     u = layout.exchanged.num_devices
-    pair_uu = np.full((u, u), rows_per_step(cfg) / u)
+    pair_uu = np.full((u, u), rows_per_step(cfg, layout) / u)
     gathered, scattered = cost.num_gathers(layout)
     copies = dataclasses.replace(cost, gather_sec=0.0)  # slots over data: below
     weights_sec = copies.sync_sec(dataclasses.replace(layout, prefetch=False))

@@ -5,12 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import NOTES, CostModel, cost_model, tight
 from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from tests.support.calibrations import line
+from moejax.plan.parallel import Domain, Tensor
+from tests.support.calibrations import KINDS, line
 
 # A row of 10 FLOPs and 2 bytes at 100 FLOP/s and 4 bytes/s: compute 0.1 s, send 0.5 s.
 COST = CostModel(
@@ -117,7 +119,7 @@ def test_slots_are_gathered_in_each_micro_batch_or_once():
     each, once = make_layout(), make_layout(gather="step")
     assert cost.num_gathers(each) == (2 * 4 * 2, 4 * 2)
     assert cost.num_gathers(once) == (2, 2)
-    assert cost.gathers_sec(each) == pytest.approx(24 * 0.5)
+    assert cost.weight_terms(each).sec == pytest.approx(24 * 0.5)
     load_we, row_p = np.ones((3, 6)), np.arange(6)
     saved = cost.layer_sec(load_we, row_p, each) - cost.layer_sec(load_we, row_p, once)
     assert saved == pytest.approx(20 * 0.5)
@@ -209,8 +211,8 @@ def test_the_notes_preset_gives_the_notes_anchor(bytes_per_sec, msec):
 
 
 def test_copies_of_top_up_cost_the_budget_where_any_is_made():
-    """An even load needs none. A hot expert's device keeps the limit, and a copy and two
-    offers travel there and back, with each exchange."""
+    """An even load needs none. The device of a hot expert keeps the limit, and a copy
+    and two offers travel there and back."""
     layout = make_layout(
         split="top_up", top_up_slack=102, top_up_copies=1, top_up_offers=2
     )
@@ -287,3 +289,89 @@ def test_data_parallel_devices_share_an_expert():
     assert four.bytes_per_move == one.bytes_per_move / 4
     assert one.gather_sec == 0
     assert four.gather_sec == pytest.approx(3 / 4 * one.bytes_per_expert / 4e9)
+
+
+MESH = {"dc": 2, "data": 1, "expert": 4, "tensor": 2}
+ALIKE = Calibration(
+    device_kind="cpu", mesh=MESH, compute_dtype="float32",
+    collectives=dict.fromkeys(KINDS, dict.fromkeys(MESH, line(1e9, 1e-5))),
+    flops_per_sec=3e12, matmul_r2=1.0, compile_sec=0.0, when="2026-01-01",
+)  # fmt: skip
+TOKENS, TOP_K, EXPERTS = 256, 2, 16
+TRAINED = {
+    "d_model": 8, "itemsize": 4, "micro_batches": 1, "other_flops_per_device": 0.0,
+    "group": ("dc", "expert"), "tokens": TOKENS,
+}  # fmt: skip
+
+
+def sums(prediction, *cargos: str) -> tuple[int, float, float]:
+    """Return the number, bytes and seconds of a prediction's collectives that carry one
+    of these."""
+    found = [t for t in prediction.terms if t.name.split()[-1] in cargos]
+    return sum(t.count for t in found), *(
+        pytest.approx(sum(getattr(t, name) for t in found)) for name in ("bytes", "sec")
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["s1h", "s1", "s2", "base"])
+def test_rows_of_a_layout_cost_what_the_papers_count(schedule, shards, remat):
+    """A layout whose buffers hold exactly the even load has the collectives of a
+    shape, whose sizes were counted in compiled programs (test_schedule_census.py)."""
+    tensor = Tensor(schedule, 2, shards)
+    owners = 8 * 2 // shards
+    source_tokens = TOKENS * tensor.num_gathered // tensor.num_parts
+    layout = Layout.home(
+        EXPERTS, owners, source_tokens * TOP_K, buffer_factor=1.0, tensor=tensor,
+        axes=("dc", "expert"),
+    )  # fmt: skip
+    assert layout.rows_per_peer * owners == source_tokens * TOP_K
+    cost = cost_model(ALIKE, d_expert=16 // shards, remat=remat, **TRAINED)
+    load_we = np.full((owners, EXPERTS), TOKENS * TOP_K * 8 / EXPERTS / owners)
+    row_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+    shape = choose_schedule.MicroBatchShape(
+        tokens=TOKENS, d_model=8, d_expert=16, num_experts=EXPERTS, top_k=TOP_K,
+        buffer_factor=1.0, itemsize=4, tensor=2, expert_shards=shards,
+        sizes={"dc": 2, "expert": 4}, remat=remat,
+    )  # fmt: skip
+    cargos = "rows", "tokens", "gradients"
+    found = sums(cost.predict(load_we, row_p, layout), *cargos)
+    assert found == sums(choose_schedule.predict(shape, ALIKE, schedule), *cargos)
+
+
+def test_tokens_are_gathered_once_where_they_are_exchanged_in_halves():
+    cost = cost_model(ALIKE, d_expert=8, **TRAINED)
+    load_we, row_p = np.full((8, EXPERTS), 8.0), np.arange(EXPERTS)
+    found = []
+    for halves in (False, True):
+        layout = Layout.home(
+            EXPERTS, 8, 2 * TOKENS * TOP_K, tensor=Tensor("base", 2, 2), halves=halves,
+            axes=("dc", "expert"),
+        )  # fmt: skip
+        found.append(sums(cost.predict(load_we, row_p, layout), "tokens"))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shared", [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_a_domain_costs_what_the_stream_model_counts(shared):
+    """Rows between domains, and experts that its devices gather, with their
+    gradients."""
+    mesh = dataclasses.replace(ALIKE, mesh=MESH | {"tensor": 1})
+    layout = Layout.home(
+        EXPERTS, 8, TOKENS * TOP_K, buffer_factor=1.0, axes=("dc", "expert"),
+        domain=Domain((2, 4), shared), transport="hierarchical",
+    )  # fmt: skip
+    cost = cost_model(mesh, d_expert=16, **TRAINED)
+    load_we = np.full((8, EXPERTS), TOKENS * TOP_K / EXPERTS)
+    row_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+    traffic = choose_domain.LayerTraffic(
+        row_bytes=TOKENS * TOP_K * 8 * 4, expert_bytes=2 * 3 * 8 * 16 * 4,
+        pre_expert_sec=0.0, expert_sec=0.0, sizes={"dc": 2, "expert": 4},
+    )  # fmt: skip
+    found = cost.predict(load_we, row_p, layout)
+    expected = choose_domain.predict(traffic, shared, mesh)
+    assert sums(found, "rows") == sums(expected, "rows")
+    for kind in ("all_gather", "reduce_scatter"):
+        assert found.total_bytes(kind) == pytest.approx(expected.total_bytes(kind))
+        assert found.total_sec(kind) == pytest.approx(expected.total_sec(kind))

@@ -28,16 +28,18 @@ def make_layout(shared, store, split="even") -> Layout:
     return roomy(layout)
 
 
-def held_by_units(plan: ExpertPlan, layout: Layout) -> list[list[int]]:
-    """Return the experts in the slots of each unit of the first layer, sorted."""
+def held_by_units(plan: ExpertPlan, layout: Layout) -> list[set[int]]:
+    """Return the experts in the slots of each unit of the first layer."""
     row_ws = plan.slot_to_expert_lp[0].reshape(8, -1)
-    return [sorted(row_ws[members].ravel()) for members in layout.domain.members()]
+    members = layout.domain.members()
+    return [set(row_ws[devices].ravel()) - {-1} for devices in members]
 
 
 @pytest.mark.parametrize("store", ["owned", "sharded", "resident"])
 @pytest.mark.parametrize("shared", DOMAINS)
 def test_a_plan_is_the_same_after_the_way_to_units_and_back(shared, store):
-    """In stores with copies the members of a unit may hold these in other slots."""
+    """A unit holds each expert once. In stores with copies its members may hold these
+    in other slots."""
     rng, layout = np.random.default_rng(0), make_layout(shared, store)
     home = ExpertPlan.home_in(layout, 1)
     at_home = unit_plan(home, layout)
@@ -45,10 +47,14 @@ def test_a_plan_is_the_same_after_the_way_to_units_and_back(shared, store):
     for _ in range(5):
         plan = random_plan(rng, layout, 1)
         there = unit_plan(plan, layout).validate(layout.exchanged)
+        row_us = there.slot_to_expert_lp.reshape(layout.exchanged.num_devices, -1)
+        for row_s in row_us:
+            full = row_s[row_s >= 0]
+            assert len(full) == len(set(full.tolist()))
         back = device_plan(there, layout, home).validate(layout)
         assert held_by_units(back, layout) == held_by_units(plan, layout)
         assert np.array_equal(back.owned_le, plan.owned_le)
-        if not layout.has_copies:
+        if store == "owned":
             assert back == plan
 
 
@@ -98,6 +104,24 @@ def test_every_policy_plans_for_every_domain(name, store, shared):
     assert after <= before + 1e-9
     if policy.has_replicas:
         assert after < max(1.1, 1 + 0.7 * (before - 1))
+
+
+@pytest.mark.parametrize("shared", DOMAINS[1:])
+def test_a_plan_of_devices_is_a_start_for_domains(shared):
+    """A relayout to a domain begins with the plan that runs, in which devices of one
+    domain may hold the same expert. Budgets are tight."""
+    rng, few = (
+        np.random.default_rng(4),
+        {"offers_per_device": 1, "copies_per_device": 1},
+    )
+    alone = dataclasses.replace(make_layout((1, 1), "resident"), domain=None, **few)
+    there = dataclasses.replace(alone, domain=Domain(SIZES, shared))
+    policy = POLICIES["flexmoe"]
+    for _ in range(20):
+        plan = ExpertPlan.home_in(alone, 1)
+        for layout in (alone, there):
+            load_1we = rng.poisson(500 / (1 + rng.permutation(E)), (1, 8, E)) + 0.0
+            plan = make_valid_plan("flexmoe", policy, load_1we, layout, NOTES, plan)
 
 
 def test_a_layer_that_no_device_has_room_for_keeps_its_plan():

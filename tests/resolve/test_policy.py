@@ -129,6 +129,20 @@ def test_home_where_no_other_policy_can_run(part, fields, reason):
     assert all(reason in text for text in reasons)
 
 
+@pytest.mark.parametrize("mesh", [Topology(expert=4, tensor=2), Topology(tensor=2)])
+def test_home_may_have_other_owners_than_the_policies(mesh):
+    """With schedule 'local', which only home can have, owners lie along the tensor
+    axis. A load has the owners of the layout that is priced."""
+    cfg = dataclasses.replace(CFG, mesh=mesh, moe=Moe(num_experts=32, top_k=8))
+    run = make_run(cfg)
+    named = dataclasses.replace(cfg.dispatch, schedule="local")
+    alone = dataclasses.replace(
+        cfg, dispatch=named, balance=dataclasses.replace(cfg.balance, policy="home")
+    )
+    assert make_run(alone).layout.is_local
+    assert modelled(run)
+
+
 def test_budgets_for_copies_are_for_policies_that_make_them(run_at):
     cfg = changed("dispatch", slots_per_device=6)
     fast = run_at(1e12, cfg)

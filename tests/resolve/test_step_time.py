@@ -1,5 +1,7 @@
 """Predicted time of a step: parts by hand, and the GPUs that have run one."""
 
+import dataclasses
+
 import pytest
 
 from moejax.config import Config, Model, Moe, Optimizer, Train
@@ -22,6 +24,19 @@ CFG = Config(
 )  # fmt: skip
 TOKENS = 16 * 256 / 4
 """Tokens of a device in a step."""
+
+
+def test_a_schedule_that_auto_takes_costs_what_the_same_one_costs_named():
+    """With schedule 'local' owners compute whole experts, which takes as long as all
+    of their shards."""
+    cfg = dataclasses.replace(CFG, mesh=Topology(tensor=2))
+    times = {}
+    for schedule in ("auto", "local", "s1h"):
+        dispatch = dataclasses.replace(cfg.dispatch, schedule=schedule)
+        record = dry_run(dataclasses.replace(cfg, dispatch=dispatch), H100)
+        times[schedule] = record["step"]["parts"]["experts"], record["step"]["sec"]
+    assert times["local"][0] == pytest.approx(times["s1h"][0])
+    assert times["auto"] in (times["local"], times["s1h"])
 
 
 def test_parts_by_hand():

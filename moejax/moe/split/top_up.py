@@ -107,7 +107,7 @@ def top_up(
         is_end_w = (hops.to_w < w) & (state.level_w < limit)
         transfer = jax.lax.cond(
             jnp.any(is_end_w),
-            lambda: _find_path(state, hops, jnp.argmax(is_end_w), limit),
+            lambda: _find_path(state, hops, _first(is_end_w), limit),
             lambda: _find_copy(state, slot_ew, limit, layout),
         )
         return _apply(state, transfer, slot_ew, layout)
@@ -119,6 +119,11 @@ def top_up(
     expert_q, device_q, is_active_q = find_active(placement, layout)
     rows_q = jnp.where(is_active_q, state.rows_ew[expert_q, device_q], 0)
     return ToppedUp(placement, rows_q, bound)
+
+
+def _first(is_w: Bool[Array, " w"]) -> Int[Array, ""]:
+    """Return the index of the first true entry."""
+    return jnp.argmax(is_w).astype(jnp.int32)
 
 
 class _Hops(NamedTuple):
