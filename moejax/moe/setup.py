@@ -194,7 +194,8 @@ def _check_placement(placement: Placement, layout: Layout) -> None:
             f"{layout.num_slots}: make it by place() of the same setup"
         )
     offers_wo, want_wc = placement.offer_lwo.shape, placement.want_lwc.shape
-    expected = (layout.offers_per_device, layout.copies_per_device)
+    there = layout.of_copies
+    expected = (there.offers_per_device, there.copies_per_device)
     if (offers_wo[-1], want_wc[-1]) != expected:
         raise ValueError(
             f"the placement has (offers, copies) {(offers_wo[-1], want_wc[-1])} for "

@@ -97,7 +97,7 @@ class Placement:
         them on devices."""
         layers = [
             _by_expert(as_gathered(row_p, layout), layout.exchanged.topped_up)
-            | copy_tables(row_p, owned_e, layout)._asdict()
+            | _copy_tables(row_p, owned_e, layout)
             for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le)
         ]
         tables = {name: np.stack([row[name] for row in layers]) for name in layers[0]}
@@ -119,6 +119,16 @@ class Placement:
     def layer(self, index: int) -> "Placement":
         """Return the placement of one layer, without the leading dim."""
         return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def _copy_tables(
+    row_p: np.ndarray, owned_e: np.ndarray, layout: Layout
+) -> dict[str, np.ndarray]:
+    """Return the tables by which copies reach the slots of devices in one layer; those
+    of domains where these are gathered before (`Layout.copies_after_gather`)."""
+    if layout.copies_after_gather:
+        row_p, owned_e = (as_gathered(x, layout) for x in (row_p, owned_e))
+    return copy_tables(row_p, owned_e, layout.of_copies)._asdict()
 
 
 def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:

@@ -241,12 +241,16 @@ class CostModel:
     def _copy_terms(self, layout: Layout, cargo: str) -> Term:
         """Return the term in which one layer's weights travel to their slots between
         owners, in one step, or their gradients back."""
-        view = layout.exchanged if layout.makes_replicas else layout
+        is_late = layout.copies_after_gather
+        view = layout.exchanged if is_late else layout
+        budget, members = view, 1
+        if is_late and not layout.makes_replicas:
+            budget, members = layout, layout.domain_size  # each fetches those of all
         if layout.store == "sharded":
             moved = self._moved(layout, view, layout.slots_per_device, 1, cargo)
         else:
-            num_experts = view.offers_per_device + view.copies_per_device
-            moved = self._moved(layout, view, num_experts, 2, cargo)
+            num_experts = budget.offers_per_device + budget.copies_per_device
+            moved = self._moved(layout, view, members * num_experts, 2, cargo)
         times = 1 if layout.store == "resident" else self.micro_batches
         if layout.makes_replicas:  # each exchange chooses its own copies
             times *= layout.num_exchanges
@@ -279,7 +283,7 @@ class CostModel:
         if layout.domain is None:
             return [], []
         slots = layout.slots_per_device
-        if layout.makes_replicas:
+        if layout.makes_replicas or layout.copies_after_gather:  # they are added later
             slots = layout.experts_per_device
         count, size = self.micro_batches, slots * self.bytes_per_expert
         out_count, out_size = count, size
@@ -497,9 +501,10 @@ class CostModel:
         if layout.domain is None:
             return self
         size, line = layout.domain_size, self._peer_line(layout)
+        copied = self.bytes_per_expert
         return dataclasses.replace(
             self,
-            bytes_per_expert=self.bytes_per_expert / size,
+            bytes_per_expert=copied if layout.copies_after_gather else copied / size,
             bytes_per_move=self.bytes_per_move / size,
             bytes_per_sec=line["bytes_per_sec"],
             latency_sec=line["latency_sec"],

@@ -236,6 +236,31 @@ class Layout:
         return self.store in ("transient", "resident")
 
     @property
+    def copies_after_gather(self) -> bool:
+        """Whether copies travel between domains whose own experts are gathered, and not
+        between devices before that.
+
+        They do so where a domain spans the outer axes of the group, which are slow, and
+        the inner ones separate domains: then no copy crosses a slow axis. Elsewhere a
+        copy crosses to a domain once, to one of its members. Splits that make the
+        replicas always do so, since each member has loads of its own.
+        """
+        if self.domain is None or not self.has_copies:
+            return False
+        sizes, shared = self.domain.sizes, self.domain.shared
+        spans_outer = shared[:-1] == sizes[:-1] and len(sizes) > 1
+        return self.makes_replicas or (spans_outer and shared[-1] == 1)
+
+    @property
+    def of_copies(self) -> "Layout":
+        """Layout by whose tables a plan's copies reach slots: this one, or where copies
+        travel after the gather the exchanged one, with the budgets of all members."""
+        if not self.copies_after_gather:
+            return self
+        offers = self.offers_per_device * self.domain_size
+        return dataclasses.replace(self.exchanged, offers_per_device=offers)
+
+    @property
     def keeps_slots(self) -> bool:
         """Whether slots of all layers are made once a step, and kept until its end."""
         return self.store == "resident" or self.gather == "step"

@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 
 from moejax.balance.policies import POLICIES, make_valid_plan
+from moejax.moe.types import Placement
 from moejax.perf.cost_model import NOTES
 from moejax.perf.traffic import device_rows, layer_rows, max_over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.plan.parallel import Domain
-from moejax.plan.units import device_plan, unit_loads, unit_order, unit_plan
+from moejax.plan.units import (
+    as_gathered,
+    device_plan,
+    unit_loads,
+    unit_order,
+    unit_plan,
+)
 from tests.support.random_plans import random_plan, roomy
 
 SIZES, E, SLOTS = (2, 4), 32, 6
@@ -151,3 +158,28 @@ def test_budgets_of_a_unit_are_those_that_any_members_can_meet():
         assert (view.num_devices, view.slots_per_device) == (2, 4 * SLOTS)
         assert view.copies_per_device == 8
         assert view.offers_per_device == (16 if offers == E // 8 else offers)
+
+
+@pytest.mark.parametrize(
+    ("shared", "is_late"), [((2, 1), True), ((1, 2), False), ((2, 2), False)]
+)
+def test_copies_cross_no_slow_axis_that_domains_span(shared, is_late):
+    """Domains that span both data centres and one device each get copies after the
+    gather: tables are those of 4 domains, which find every copy at its owner."""
+    layout = make_layout(shared, "resident")
+    assert layout.copies_after_gather == is_late
+    rng = np.random.default_rng(5)
+    plan = random_plan(rng, layout, 1)
+    placement = Placement.from_plan(plan, layout).layer(0)
+    w = 4 if is_late else 8
+    assert len(placement.fill_lws) == len(placement.want_lwc) == w
+    owned_we = plan.owned_le[0].reshape(8, -1)
+    if is_late:
+        owned_we = owned_we[np.array(layout.domain.members())].reshape(w, -1)
+    offered = np.take_along_axis(owned_we, np.maximum(placement.offer_lwo, 0), axis=1)
+    copies_wc = offered.reshape(-1)[placement.want_lwc]
+    held = np.concatenate([owned_we, copies_wc], axis=1)
+    filled_ws = np.take_along_axis(held, np.maximum(placement.fill_lws, 0), axis=1)
+    row_p = plan.slot_to_expert_lp[0]
+    expected_ws = (as_gathered(row_p, layout) if is_late else row_p).reshape(w, -1)
+    assert np.array_equal(np.where(placement.fill_lws < 0, -1, filled_ws), expected_ws)

@@ -154,7 +154,8 @@ def make_slots(
     """
     layout, own = mesh_layout.layout, own_experts(params, dtype).weights
     # Splits that make replicas add copies in the layer, once its loads are known.
-    store = "owned" if layout.makes_replicas else layout.store
+    is_late = layout.copies_after_gather
+    store = "owned" if layout.makes_replicas or is_late else layout.store
     has_dependency = attention_flops is not None and is_awaited(mesh_layout)
 
     def body(own, placement, tracked_sx):
@@ -166,6 +167,8 @@ def make_slots(
             dependency = zero_of(slots["down"] if is_short else offers_px)
         of_domain = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
         slots = gather_in_domain(*of_domain)
+        if is_late and not layout.makes_replicas:
+            slots, _ = STORES[layout.store](slots, placement, mesh_layout.exchanged)
         if layout.gather == "step":
             slots = _gather_width(slots, mesh_layout, gradient_reduce_dtype)
         return slots, dependency
