@@ -172,12 +172,14 @@ def test_a_trajectory_does_not_depend_on_stores_and_plans(doubles):
         assert_close(actual, expected, factor=1e4, reason="1e-8: rounding grows")
 
 
-@pytest.mark.parametrize("mesh", [TWO_DCS, TWO_DCS_OF_TENSORS], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [TWO_DCS, pytest.param(TWO_DCS_OF_TENSORS, marks=LONG)], ids=str
+)
 def test_a_relayout_of_schedule_and_domain_takes_the_state_as_it_is(doubles, mesh):
     """Steps under other schedules and domains take the arrays of the step before, on
     their devices, and compute what they would at home."""
-    domains = [(1, 1), (2, 1), (1, 2), (2, 2)]
-    schedules = ["auto"] * 4 if mesh.tensor == 1 else ["s1h", "s2", "base", "s1"]
+    domains = [(1, 1), (2, 1), (1, 2)]
+    schedules = ["auto"] * 3 if mesh.tensor == 1 else ["s1h", "s2", "base"]
     states = {}
     for is_changing in (True, False):
         state, rng = None, np.random.default_rng(5)
@@ -193,7 +195,7 @@ def test_a_relayout_of_schedule_and_domain_takes_the_state_as_it_is(doubles, mes
                 state = jax.device_put(start, case.shardings)
             state, _ = run(case, state, plan, step)
         states[is_changing] = jax.device_get(state)
-    assert_close(states[True], states[False], factor=1e2, reason="four steps")
+    assert_close(states[True], states[False], factor=1e2, reason="three steps")
 
 
 def test_nan_of_one_expert_stays_visible(doubles):
