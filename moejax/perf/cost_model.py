@@ -270,11 +270,13 @@ class CostModel:
         if num_experts == 0 or w == 1:
             return Term("", 0, 0.0, 0.0)
         line = {"latency_sec": self.latency_sec, "bytes_per_sec": self.bytes_per_sec}
+        along = layout.axes
         if view is not layout:
-            line = self._peer_line(layout)
+            line, owners = self._peer_line(layout), self.groups(layout)["owners"]
+            along = tuple(axis for axis, n in owners.items() if n > 1)
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
         sec = sent_bytes / line["bytes_per_sec"] + num_collectives * line["latency_sec"]
-        name = f"all_to_all {'_'.join(layout.axes)} {cargo}"
+        name = f"all_to_all {'_'.join(along)} {cargo}"
         return Term(name, num_collectives, sent_bytes, sec)
 
     def _domain_terms(self, layout: Layout) -> tuple[list[Term], list[Term]]:
