@@ -183,19 +183,11 @@ def home_rows(
     num_layers, _, num_experts = tokens_lwe.shape
     load = tokens_lwe.reshape(num_layers, *sizes.values(), num_experts)
     inside = tuple(1 + i for i, axis in enumerate(sizes) if axis in layout.axes)
-    if layout.domain is None:
-        load = load.sum(axis=inside).reshape(
-            num_layers, -1, layout.num_devices, layout.experts_per_device
-        )
-        return load.sum(axis=-1).reshape(num_layers, -1)
     outside = [i for i in range(1, load.ndim - 1) if i not in inside]
     load = load.transpose(0, *outside, *inside, load.ndim - 1)
     load = load.reshape(num_layers, -1, layout.num_devices, num_experts)
     load = load[:, :, device_order(layout)][..., unit_order(layout)]
     size, units = layout.domain_size, layout.exchanged.num_devices
     load = load.reshape(num_layers, -1, units, size, num_experts).sum(axis=2)
-    return (
-        load.reshape(num_layers, -1, size, units, num_experts // units)
-        .sum(axis=-1)
-        .reshape(num_layers, -1)
-    )
+    rows = load.reshape(num_layers, -1, size, units, num_experts // units).sum(axis=-1)
+    return rows.reshape(num_layers, -1)

@@ -106,17 +106,11 @@ def choose(
 
     The smallest of equally fast domains is taken.
     """
-    domains = candidates(stream.sizes) if domains is None else domains
+    domains = (
+        candidate_domains(tuple(stream.sizes.values())) if domains is None else domains
+    )
     predictions = {domain: predict(stream, domain, calibration) for domain in domains}
     return terms.fastest(predictions, domains[0])
-
-
-def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
-    """Return all domains whose sizes divide the levels, smallest first.
-
-    The first has one device at each level: plain expert parallelism.
-    """
-    return candidate_domains(tuple(sizes.values()))
 
 
 def predict(
@@ -190,5 +184,5 @@ def _check(stream: LayerTraffic, domain: DomainSizes) -> None:
         names = " x ".join(f"{axis}={size}" for axis, size in stream.sizes.items())
         raise ValueError(
             f"domain {domain} must divide each level of {names}: use one of "
-            f"{candidates(stream.sizes)}"
+            f"{candidate_domains(tuple(stream.sizes.values()))}"
         )

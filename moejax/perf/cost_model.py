@@ -241,16 +241,14 @@ class CostModel:
     def _copy_terms(self, layout: Layout, cargo: str) -> Term:
         """Return the term in which one layer's weights travel to their slots between
         owners, in one step, or their gradients back."""
-        is_late = layout.copies_after_gather
-        view = layout.exchanged if is_late else layout
-        budget, members = view, 1
-        if is_late and not layout.makes_replicas:
-            budget, members = layout, layout.domain_size  # each fetches those of all
+        view = layout.of_copies
+        if layout.makes_replicas:
+            view = layout.exchanged
         if layout.store == "sharded":
             moved = self._moved(layout, view, layout.slots_per_device, 1, cargo)
         else:
-            num_experts = budget.offers_per_device + budget.copies_per_device
-            moved = self._moved(layout, view, members * num_experts, 2, cargo)
+            num_experts = view.offers_per_device + view.copies_per_device
+            moved = self._moved(layout, view, num_experts, 2, cargo)
         times = 1 if layout.store == "resident" else self.micro_batches
         if layout.makes_replicas:  # each exchange chooses its own copies
             times *= layout.num_exchanges

@@ -242,14 +242,14 @@ class Layout:
 
         They do so where a domain spans the outer axes of the group, which are slow, and
         the inner ones separate domains: then no copy crosses a slow axis. Elsewhere a
-        copy crosses to a domain once, to one of its members. Splits that make the
-        replicas always do so, since each member has loads of its own.
+        copy crosses to a domain once, to one of its members. Copies of splits that make
+        the replicas travel in the layer.
         """
-        if self.domain is None or not self.has_copies:
+        if self.domain is None or not self.has_copies or self.makes_replicas:
             return False
         sizes, shared = self.domain.sizes, self.domain.shared
         spans_outer = shared[:-1] == sizes[:-1] and len(sizes) > 1
-        return self.makes_replicas or (spans_outer and shared[-1] == 1)
+        return spans_outer and shared[-1] == 1
 
     @property
     def of_copies(self) -> "Layout":

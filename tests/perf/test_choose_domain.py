@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from moejax.perf.calibration import Calibration
-from moejax.perf.choose_domain import LayerTraffic, candidates, choose, predict
+from moejax.perf.choose_domain import LayerTraffic, choose, predict
+from moejax.plan.parallel import candidate_domains
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
 
@@ -119,4 +120,4 @@ def test_a_domain_that_does_not_divide_is_refused_in_a_line(domain):
     with pytest.raises(ValueError, match="must divide each level") as error:
         predict(here, domain, ideal(dc=1e8, expert=1e9))
     assert "\n" not in str(error.value)
-    assert candidates(here.sizes)[0] == (1, 1)
+    assert candidate_domains((4, 2))[0] == (1, 1)

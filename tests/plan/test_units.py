@@ -88,8 +88,8 @@ def test_rows_of_a_device_are_those_for_its_domain_from_its_place(shared):
 @pytest.mark.parametrize("shared", DOMAINS)
 @pytest.mark.parametrize(("name", "store"), POLICY_STORES)
 def test_every_policy_plans_for_every_domain(name, store, shared):
-    """Its plan is valid, the same for the same load, and not less even than home. A
-    policy of replicas makes an uneven load clearly more even."""
+    """The plan of each policy is valid, the same for the same load, and not less even
+    than home. A policy of replicas makes an uneven load clearly more even."""
     policy = POLICIES[name]
     layout = make_layout(shared, store, policy.split)
     rng = np.random.default_rng(3)

@@ -5,8 +5,8 @@ import itertools
 import random
 
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
-from moejax.perf import choose_domain
 from moejax.plan.layout import Topology
+from moejax.plan.parallel import candidate_domains
 from moejax.plan.schedule_rules import SCHEDULES
 from tests.support.resolved import make_run
 
@@ -64,13 +64,12 @@ def test_auto_takes_what_would_run_and_refuses_what_no_value_can_run():
         chosen = layout_or_refusal(parts)
         mesh, shards = parts["mesh"], parts["dispatch"].expert_shards
         schedules = SCHEDULES if max(mesh.tensor, shards or 1) > 1 else ["auto"]
-        sizes = {"dc": mesh.dc, "expert": mesh.expert}
         named = {
             (schedule, domain): layout_or_refusal(
                 parts, schedule=schedule, domain=domain
             )
             for schedule, domain in itertools.product(
-                schedules, choose_domain.candidates(sizes)
+                schedules, candidate_domains((mesh.dc, mesh.expert))
             )
         }
         if isinstance(chosen, str):

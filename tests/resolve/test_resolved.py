@@ -122,7 +122,7 @@ def test_gpus_fetch_weights_ahead_that_are_split_over_data(
 
 
 def test_top_up_is_refused_on_gpus():
-    """Its search has loops whose length the devices alone know."""
+    """The search of top-up has loops whose length the devices alone know."""
     cfg = changed(mesh=MESH, dispatch=Dispatch(split="top_up"))
     with pytest.raises(NotImplementedError, match="the host of a GPU waits") as error:
         resolve_on("NVIDIA H100 80GB HBM3", cfg)

@@ -102,12 +102,11 @@ def make_valid_plan(
     With domains the policy plans for these (`moejax.plan.units`), at the cost of rows
     between them.
     """
-    if layout.domain is None:
-        plan = policy.plan(load_lwe, layout, cost, current)
-        return check_plan(name, plan, layout)
     units, of_units = layout.exchanged, cost.between_units(layout)
     args = unit_loads(load_lwe, layout), units, of_units, unit_plan(current, layout)
     made = check_plan(name, policy.plan(*args), units)
+    if units is layout:
+        return made
     return check_plan(name, device_plan(made, layout, current), layout)
 
 

@@ -167,7 +167,7 @@ def make_slots(
             dependency = zero_of(slots["down"] if is_short else offers_px)
         of_domain = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
         slots = gather_in_domain(*of_domain)
-        if is_late and not layout.makes_replicas:
+        if is_late:
             slots, _ = STORES[layout.store](slots, placement, mesh_layout.exchanged)
         if layout.gather == "step":
             slots = _gather_width(slots, mesh_layout, gradient_reduce_dtype)
