@@ -50,9 +50,11 @@ class Question:
     margin: float
     """Copy of Balance.margin: the smallest gain, as a share of the changed layers' time
     per step."""
-    horizon_steps: int
-    """Copy of Balance.horizon_steps: the number of steps over which gains are summed.
-    """
+    swap_steps: int
+    """Number of steps over which the gain of a swap is summed: Balance.horizon_steps,
+    but no more than the plan is in use."""
+    relayout_steps: int
+    """The same of a relayout, which is adopted later."""
     max_slots_per_device: int
     ways: tuple[Layout, ...] = ()
     """Layouts of the run's first step under each communication schedule and domain that
@@ -64,6 +66,16 @@ class Question:
     def sec_l(self) -> np.ndarray:
         """Seconds of each layer in one step, under the current plan and layout."""
         return sec_by_layer(self, self.plan, self.layout)
+
+    def counted_steps(self, layout: Layout) -> int:
+        """Return the number of steps over which the gain of a change to `layout` is
+        summed."""
+        return self.swap_steps if layout == self.layout else self.relayout_steps
+
+    def net_sec(self, candidate: "Candidate") -> float:
+        """Return the time that a change saves over these steps, less its cost."""
+        num_steps = self.counted_steps(candidate.layout)
+        return candidate.gain_sec * num_steps - candidate.cost_sec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +101,6 @@ class Candidate:
     def cost_sec(self) -> float:
         """Time that the change costs once."""
         return self.move_sec + self.compile_sec
-
-    def net_sec(self, horizon_steps: int) -> float:
-        """Return the time that the change saves over this number of steps, less its
-        cost."""
-        return self.gain_sec * horizon_steps - self.cost_sec
 
 
 def ratio_by_layer(
@@ -253,11 +260,10 @@ def objection(question: Question, candidate: Candidate) -> str:
     saved = f"{duration(max(gain_sec, 0.0))}/step"
     if not gain_sec > min_sec:
         return f"saves {saved}, the margin is {duration(min_sec)}"
-    if not candidate.net_sec(question.horizon_steps) > 0:
+    if not question.net_sec(candidate) > 0:
+        num_steps = question.counted_steps(candidate.layout)
         price = duration(candidate.cost_sec)
-        return (
-            f"saves {saved}, too little in {question.horizon_steps} steps for {price}"
-        )
+        return f"saves {saved}, too little in {num_steps} steps for {price}"
     has_other_units = candidate.layout.domain != question.layout.domain
     if candidate.ratio > question.ratio and not has_other_units:
         return f"saves {saved}, but device max/mean would be {candidate.ratio:.2f}"
@@ -351,19 +357,20 @@ def _merge_where_cheaper(
 ) -> ExpertPlan:
     """Return the plan with the layers of `new` where they pay, else those of `base`.
 
-    A layer pays if it saves more than the margin, and more over the horizon than the
-    move of its owners costs. It must not have a larger max/mean than the worst layer of
-    the current plan.
+    A layer pays if it saves more than the margin, and more over the counted steps than
+    the move of its owners costs. It must not have a larger max/mean than the worst
+    layer of the current plan.
     """
     is_current = layout == question.layout
     base_sec_l = question.sec_l if is_current else sec_by_layer(question, base, layout)
     gain_l = base_sec_l - sec_by_layer(question, new, layout)
     ratio_l = ratio_by_layer(question.load_lwe, new, layout)
     pays_l = (gain_l > margin * base_sec_l) & (ratio_l <= question.ratio)
+    num_steps = question.counted_steps(layout)
     for layer in np.flatnonzero(pays_l):
         rows = [_layer(base, layer), _layer(new, layer)]
         move_sec = question.cost.move_sec(*rows, layout)
-        pays_l[layer] = gain_l[layer] * question.horizon_steps > move_sec
+        pays_l[layer] = gain_l[layer] * num_steps > move_sec
     takes_l1 = pays_l[:, None]
     return ExpertPlan(
         np.where(takes_l1, new.slot_to_expert_lp, base.slot_to_expert_lp),

@@ -18,7 +18,8 @@ The balancer looks for a change in three cases:
   are priced, for loads and links as they were observed (moejax.balance.step_clock).
 
 It makes a change that, by the cost model, saves more per step than the margin, and
-saves more over the horizon than it costs. Where both a swap and a relayout pay, the
+saves more than it costs: over horizon_steps, or the steps that are left after its
+adoption if these are fewer. Where both a swap and a relayout pay, the
 swap goes first, once, even if the relayout saves more. A relayout whose adoption lies
 beyond the run's last step is not considered.
 
@@ -29,6 +30,7 @@ for bit (moejax.balance.codec).
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -160,7 +162,7 @@ def decide(
     state, cost = _with_seen_links(settings, cost, state, load_lwe)
     if is_last_call(settings, state, step):
         return _judge_anew(settings, cost, state, load_lwe, step)
-    question = _question(settings, cost, state, load_lwe, state.layout)
+    question = _question(settings, cost, state, load_lwe, state.layout, step)
     is_active = question.ratio > settings.act_above or (
         state.is_active and question.ratio >= settings.rest_below
     )
@@ -169,11 +171,6 @@ def decide(
     is_open = is_active or _is_misfit(state) or len(settings.ways) > 1
     if not may_swap and not (may_relayout and is_open):
         return state, None
-    if state.relayout is not None:  # until then a swap must have paid
-        left_steps = state.relayout.adopt_step - step - settings.lag_steps
-        horizon_steps = min(settings.horizon_steps, left_steps)
-        settings = dataclasses.replace(settings, horizon_steps=horizon_steps)
-        question = dataclasses.replace(question, horizon_steps=horizon_steps)
     swaps = candidates.swap(question) if may_swap else []
     proposals = list(swaps)
     if may_relayout and not is_active:
@@ -192,9 +189,8 @@ def decide(
     if not accepted:
         if state.tracker.is_settled:
             state = dataclasses.replace(state, last_keep_step=step)
-        barred = _barred(settings, state, step)
-        return state, _keep(settings, question, proposals, step, barred)
-    best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
+        return state, _keep(settings, state, question, proposals, step)
+    best = max(accepted, key=question.net_sec)
     chosen = best
     if not state.is_relayout_due:
         # A swap is in place within a few steps, and a relayout can follow it.
@@ -240,15 +236,15 @@ def _judge_anew(
     Its compilation counts no more: it is over, or nearly so.
     """
     waits = state.relayout
-    there = _question(settings, cost, state, load_lwe, waits.layout, waits.plan)
-    here = _question(settings, cost, state, load_lwe, state.layout)
+    there = _question(settings, cost, state, load_lwe, waits.layout, step, waits.plan)
+    here = _question(settings, cost, state, load_lwe, state.layout, step)
     plans = [waits.plan, *(candidate.plan for candidate in candidates.swap(there))]
     priced = [candidates.price(here, plan, waits.layout) for plan in plans]
     best = max(priced, key=lambda c: c.gain_sec)
     best = dataclasses.replace(best, compile_sec=0.0)
     if candidates.objection(here, best):
         state = dataclasses.replace(state, last_keep_step=step)
-        decision = _keep(settings, here, [best], step)
+        decision = _keep(settings, state, here, [best], step)
     elif best.plan == waits.plan:
         return state, None
     else:
@@ -345,11 +341,25 @@ def _question(
     state: State,
     load_lwe: np.ndarray,
     layout: Layout,
+    step: int,
     plan: ExpertPlan | None = None,
 ) -> Question:
     """Return the forecast loads, a plan for a layout, by default the coming plan, and
-    the limits by which candidates for another plan are judged."""
+    the limits by which candidates for another plan are judged at `step`.
+
+    A swap lasts until the run ends or the pending relayout is adopted; a relayout, one
+    judged anew included, until the run ends.
+    """
     tracker, plan, now = state.tracker, plan or state.coming_plan, state.layout
+    waits, end_step = state.relayout, math.inf
+    if settings.num_steps is not None:
+        end_step = settings.num_steps + 1
+    swap_step = relayout_step = step + settings.lag_steps
+    swap_end_step = end_step
+    if waits is None:
+        relayout_step = step + settings.relayout_lag_steps
+    elif layout == state.layout:
+        swap_end_step = min(end_step, waits.adopt_step)
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, state.plan, now)
     num_exchanges = cost.micro_batches * now.num_exchanges
     seen_l = _fullest_pair(state) * num_exchanges
@@ -363,7 +373,8 @@ def _question(
         cost=cost,
         policy=find_policy(settings),
         margin=settings.margin,
-        horizon_steps=settings.horizon_steps,
+        swap_steps=max(0, min(settings.horizon_steps, swap_end_step - swap_step)),
+        relayout_steps=max(0, min(settings.horizon_steps, end_step - relayout_step)),
         max_slots_per_device=settings.max_slots_per_device,
         ways=settings.ways,
         policy_name=settings.policy,
@@ -389,20 +400,26 @@ def _is_misfit(state: State) -> bool:
 
 def _keep(
     settings: Settings,
+    state: State,
     question: Question,
     proposals: list[Candidate],
     step: int,
-    barred: str | None = None,
 ) -> Decision:
-    """Return the decision to change nothing, and why the best proposal does not pay.
-    `barred` is why no relayout is among the proposals; None: it may be."""
-    why = "no plan for this layout is cheaper"
+    """Return the decision to change nothing. It says why the best proposal does not
+    pay, why no relayout could be proposed, and when the next change is looked for."""
+    slots = question.layout.slots_per_device
+    why = f"no plan for {slots} slot{'s' * (slots > 1)} a device is cheaper"
     if proposals:
         best = max(proposals, key=lambda c: c.gain_sec)
         kind = "swap" if best.layout == question.layout else "relayout"
         why = f"{kind} {candidates.objection(question, best)} (modelled)"
-    if barred is not None:
+    if not is_last_call(settings, state, step) and (
+        barred := _barred(settings, state, step)
+    ):
         why += f", and {barred}"
+    if state.last_keep_step == step and settings.cooldown_steps > 0:
+        every, cooled_step = settings.every_steps, step + settings.cooldown_steps
+        why += f"; asked again at step {-(-cooled_step // every) * every}"
     plan, layout, ratio = question.plan, question.layout, question.ratio
     today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0)
     return _decision(settings, question, today, step, why)
@@ -412,9 +429,10 @@ def _change(
     settings: Settings, question: Question, best: Candidate, step: int
 ) -> Decision:
     """Return the decision to adopt a candidate."""
-    saved = duration(best.net_sec(question.horizon_steps))
+    saved = duration(question.net_sec(best))
+    num_steps = question.counted_steps(best.layout)
     why = (
-        f"saves {saved} in {question.horizon_steps} steps (modelled), and changes "
+        f"saves {saved} in {num_steps} steps (modelled), and changes "
         f"{best.num_layers} of {best.plan.num_layers} layers"
     )
     return _decision(settings, question, best, step, why)

@@ -132,11 +132,11 @@ def test_a_plan_that_saves_time_but_is_less_even_is_not_taken(monkeypatch):
     state = controller.init(chosen, owned, home, 1)
     state = controller.observe(chosen, state, 0, load_we[None], np.zeros(1, int))
     _, keep = controller.decide(chosen, cost, state, 0)
-    assert keep.why.startswith("no plan for this layout is cheaper, and no relayout")
+    assert keep.why.startswith("no plan for 2 slots a device is cheaper, and no relayout")
     worse = candidates.Candidate(near, owned, 1.65, 1.0, 1.0, 0.0, 0.0, 1)
     load_lwe = load_we[None].astype(float)
     ask = candidates.Question(
-        load_lwe, np.ones(1), True, 1.18, home, owned, cost, stay, 0.05, 500, 2
+        load_lwe, np.ones(1), True, 1.18, home, owned, cost, stay, 0.05, 500, 500, 2
     )
     assert "device max/mean would be 1.65" in candidates.objection(ask, worse)
     assert candidates.objection(ask, dataclasses.replace(worse, ratio=1.18)) == ""
@@ -202,7 +202,7 @@ def test_padded_exchanges_are_priced_by_the_observed_pairs():
     assert pair_ww.max() == 200
     ask = candidates.Question(
         EVEN.astype(float), np.array([1.0, 2.0]), True, 1.0, plan, layout, cost,
-        POLICIES["spread"], 0.05, 500, 3,
+        POLICIES["spread"], 0.05, 500, 500, 3,
     )  # fmt: skip
     sec_l = candidates.sec_by_layer(ask, plan, layout)
     more = cost.rows_sec(2 * pair_ww, layout) - cost.rows_sec(pair_ww, layout)

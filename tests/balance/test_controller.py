@@ -133,6 +133,19 @@ def test_a_kept_plan_says_what_a_relayout_would_save():
     early, late = run.go(range(9), lambda step: hot(0, 0.5)).decisions
     assert "before loads were seen for a half life" in early.why
     assert late.why.startswith("relayout saves 5.8 s/step, too little in 500 steps")
+    assert late.why.endswith("asked again at step 25")
+
+
+@pytest.mark.parametrize(("num_steps", "pays"), [(180, False), (181, True)])
+def test_a_change_is_counted_over_the_steps_that_are_left(num_steps, pays):
+    """A relayout saves 5.8 s a step (above). Decided at step 5 and adopted at step 9,
+    it is in use for 172 or 173 steps, and compiles for 172.5 times what it saves."""
+    run = BalancedRun.start(settings(num_steps=num_steps), layout=NARROW)
+    gain_sec = 6 * (1.828 - 0.856)
+    run.cost = dataclasses.replace(COST, compile_sec=172.5 * gain_sec)
+    run.go(range(6), lambda step: hot(0, 0.5))
+    assert [d.kind for d in run.decisions] == ["keep", "relayout" if pays else "keep"]
+    assert f" in {num_steps - 8} steps" in run.decisions[-1].why
 
 
 def test_only_stores_that_the_settings_allow_are_considered():

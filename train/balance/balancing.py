@@ -318,10 +318,14 @@ class Balancing:
         self._set_placement()
         adopted_sec = time.monotonic() - start_sec - waited_sec
         waited_msec, adopted_msec = 1e3 * waited_sec, 1e3 * adopted_sec
-        self.say(
+        line = (
             f"step {step}  adopted {self.plan.digest}  in {adopted_msec:.1f} ms  "
             f"waited {waited_msec:.1f} ms"
         )
+        if cooldown_steps := self._settings.cooldown_steps:
+            kind = "relayout" if is_new else "change"
+            line += f"  no other {kind} before step {step + cooldown_steps}"
+        self.say(line)
         self._step_records.setdefault(step, {}).update(
             adopt_msec=adopted_msec, adopt_wait_msec=waited_msec
         )

@@ -36,8 +36,6 @@ NUM_STEPS, SAVED_STEP = 39, 30
 PENDING_STEP = 25
 """Step at which a relayout is pending, and a swap is decided."""
 HOME = "Balance.policy = 'home'"
-PATIENT = "Balance.horizon_steps = 1000000"
-"""Horizon after which moving owners pays at the presumed speeds."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +57,10 @@ def swaps(house, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def owners(house, tmp_path_factory):
+def owners(house, cheap, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("owners") / "run"
-    return run_here(house, run_dir, "Balance.policy = 'smartmoe'", PATIENT)
+    params = "Balance.policy = 'smartmoe'", f"Balance.calibration = '{cheap}'"
+    return run_here(house, run_dir, *params)
 
 
 @pytest.fixture(scope="module")
