@@ -92,7 +92,12 @@ MESHES = [
 
 def random_config(seed: int) -> Config:
     """Return the configuration of a seed. Raises ValueError for one that breaks a rule
-    between fields.
+    between fields."""
+    return config_with(random_fields(seed))
+
+
+def random_fields(seed: int) -> Fields:
+    """Return the fields of a seed's configuration.
 
     It is a valid configuration with some fields drawn anew. Two times in three the mesh
     is another one too, to which batch and widths are then mostly fitted.
@@ -103,6 +108,12 @@ def random_config(seed: int) -> Config:
         _draw_mesh(fields, rng)
     for name in rng.sample(NAMES, rng.choice((0, 1, 1, 2, 2, 3, 4, 5, 8, 16, 64))):
         fields[name] = draw(name, rng)
+    return fields
+
+
+def config_with(fields: Fields) -> Config:
+    """Return the configuration of these fields. Raises ValueError for one that breaks
+    a rule between fields."""
     parts: dict[str, Fields] = {}
     for name, value in fields.items():
         part, field = name.split(".")
@@ -112,9 +123,12 @@ def random_config(seed: int) -> Config:
 
 def draw(name: str, rng: random.Random) -> Any:
     """Return a value of a field's type, right or wrong."""
-    if name in POOLS:
-        return rng.choice(POOLS[name])
-    return rng.choice(_values_of(KINDS[name]))
+    return rng.choice(values_of(name))
+
+
+def values_of(name: str) -> tuple:
+    """Return the values of a field from which one is drawn."""
+    return POOLS[name] if name in POOLS else _values_of(KINDS[name])
 
 
 def prepare(cfg: Config) -> StepContext:
