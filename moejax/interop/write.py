@@ -99,6 +99,7 @@ def write_folder(
     """
     folder = pathlib.Path(folder)
     require_new(folder)
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     _require_room(folder, plan.num_bytes)
     with whole_folder(folder) as partial:
         for title, names in plan.files.items():
@@ -110,26 +111,18 @@ def write_folder(
 
 
 def require_new(folder: pathlib.Path) -> None:
-    """Raise ValueError unless there is nothing at a path, or an empty folder, and its
-    parent is there."""
+    """Raise ValueError unless there is nothing at a path, or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty: remove it or name another")
-    require_parent(folder)
-
-
-def require_parent(path: pathlib.Path) -> None:
-    """Raise ValueError unless the folder is there in which a path is to be made."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: {path.parent} is no folder: make it first")
 
 
 @contextlib.contextmanager
 def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a new folder beside `folder`, to which it is renamed at the end of the
-    block; after an error nothing is left."""
+    block; after an error nothing is left in the folder of both."""
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         yield partial
         _sync_folder(partial)
         partial.rename(folder)

@@ -85,9 +85,9 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="exists and is not empty"):
         write_shards(tmp_path / "file", arrays)
-    with pytest.raises(ValueError, match="is no folder: make it first"):
-        write_shards(tmp_path / "not" / "there", arrays)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]
+    write_shards(tmp_path / "not" / "there", arrays)
+    assert read_all(tmp_path / "not" / "there") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m", "not"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

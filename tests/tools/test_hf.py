@@ -161,7 +161,7 @@ def test_logits_are_those_of_transformers(published, tmp_path, capfd):
 
 
 BAD = {
-    "check: no folder": (["check", "{no}"], "has no config.json"),
+    "check: no folder": (["check", "{no}"], "there is no folder"),
     "import: out exists": (
         ["import", "{hf}", "--out", "{run}"], "exists and is not empty",
     ),

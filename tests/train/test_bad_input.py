@@ -95,7 +95,7 @@ BALANCERS = [
     ),
 ]
 FOLDERS = [
-    (("Model.from_hf = '{no}'",), "has no config.json"),
+    (("Model.from_hf = '{no}'",), "there is no folder"),
     (("Model.from_hf = '{bare}'",), "has neither model.safetensors"),
     (("Model.from_hf = '{cut}'",), "files are missing"),
     (("Model.from_hf = '{other}'",), "they belong to different models"),

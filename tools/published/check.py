@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from moejax.interop.architecture import CONFIG
+from moejax.interop.companions import TOKENIZER
 from moejax.interop.export import plan_model
 from moejax.interop.published import PublishedModel, open_model
 from moejax.interop.strict_json import quoted
@@ -25,6 +26,10 @@ BLOCK_ELEMENTS = 2**22
 
 def work(args: argparse.Namespace) -> dict:
     """Check the folder, print what it is, and return that as a record."""
+    if not args.folder.is_dir():
+        raise ValueError(
+            f"there is no folder {args.folder}: give that of a published model"
+        )
     if not (args.folder / CONFIG).is_file():
         raise ValueError(
             f"{args.folder} has no {CONFIG}: give the folder of a published model"
@@ -54,6 +59,7 @@ def describe(model: PublishedModel) -> dict:
         "num_tensors": len(arrays),
         "num_bytes": sum(array.nbytes for array in arrays),
         "num_files": model.folder.num_files,
+        "tokenizer": TOKENIZER if (model.folder.path / TOKENIZER).is_file() else None,
         "notes": list(model.notes),
     }
 
@@ -68,6 +74,7 @@ def show(record: dict) -> None:
     print(
         f"files       {record['num_files']}, {record['num_bytes']:,} bytes of tensors"
     )
+    print(f"tokenizer   {record['tokenizer'] or 'none: name one by Data.tokenizer'}")
     for note in record["notes"]:
         print(f"note        {visible(note)}")
 

@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 
-from moejax.interop.write import require_parent
 from train import cli
 from train.launch.program import start
 
@@ -23,7 +22,7 @@ def work(args: argparse.Namespace) -> dict:
     ids_bt = read_ids(args.ids)
     if args.out.exists():
         raise ValueError(f"--out {args.out} exists: remove it or name another")
-    require_parent(args.out)
+    args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     found = cli.find(args.run_dir, args.step, [FLOAT32, *args.gin_param])
     check_ids(args.ids, ids_bt, found.cfg.model.vocab_size)
     start(found.cfg)

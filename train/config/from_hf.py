@@ -41,9 +41,12 @@ def fields_of_folder(name: str, bound: Set[str]) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         if _all_fields() <= bound:
             return {}
+        fault = f"{folder} has no {CONFIG}"
+        if not folder.is_dir():
+            fault = f"there is no folder {folder}"
         raise ValueError(
-            f"{folder} has no {CONFIG}: give the folder of a published model, or, to "
-            "continue a run whose folder is gone, the run's own config.gin"
+            f"{fault}: give the folder of a published model, or, to continue a run "
+            "whose folder is gone, the run's own config.gin"
         )
     fields = read_architecture(folder).fields
     values = {

@@ -143,7 +143,7 @@ def test_what_is_rendered_reads_back_without_the_folder(published, tmp_path):
     assert load([text]) == cfg
     changed = tmp_path / "changed.gin"
     changed.write_text(render(cfg, only_changed=True))
-    with pytest.raises(ConfigError, match=r"has no config.json: .* own config.gin"):
+    with pytest.raises(ConfigError, match=r"there is no folder .* own config.gin"):
         load([changed])
 
 
