@@ -31,7 +31,7 @@ dry-run: $(VENV)/.stamp  ## parameters, bytes per device, FLOPs per token and pl
 	@$(RUN) train/main.py --gin_file=$(GIN) --dry_run $(ARGS)
 
 lint: $(VENV)/.stamp  ## ruff (format, rules), import layers and circles
-	@$(VENV)/bin/ruff format --check --quiet .
+	@$(VENV)/bin/ruff format --check --quiet . || (echo "lint: make format rewrites these files"; exit 1)
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/lint-imports --no-cache > .lint-imports.log || (cat .lint-imports.log; exit 1)
 	@rm -f .lint-imports.log; echo "lint: ok"
