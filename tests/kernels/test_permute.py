@@ -29,6 +29,8 @@ def test_equals_the_definition(how):
             "combined": np.zeros_like(x_nd),
             "dy": np.zeros_like(y_md),
             "dgate": np.zeros_like(gate_nk),
+            "summed": np.zeros_like(x_nd),
+            "dsummed": np.zeros_like(y_md),
         }
         for (n, k), j in np.ndenumerate(positions_nk):
             if j >= 0:
@@ -37,6 +39,8 @@ def test_equals_the_definition(how):
                 expected["combined"][n] += gate_nk[n, k] * y_md[j]
                 expected["dy"][j] = gate_nk[n, k] * dout_nd[n]
                 expected["dgate"][n, k] = dout_nd[n] @ y_md[j]
+                expected["summed"][n] += y_md[j]
+                expected["dsummed"][j] = dout_nd[n]
         y_nan_md = np.where((assignment_m < 0)[:, None], np.nan, y_md)
         gate_nan_nk = np.where(positions_nk < 0, np.nan, gate_nk)
         floats = tuple(map(np.float32, (x_nd, dout_nd, y_nan_md, gate_nan_nk)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.kernels.permute import combine_rows, gather_rows
+from moejax.kernels.permute import combine_rows, gather_rows, sum_rows
 
 
 class Sizes(NamedTuple):
@@ -54,8 +54,8 @@ def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
 
 
 def both_ways(how, floats, integers):
-    """Return the results of both permutations and all their gradients, by the
-    implementation `how`."""
+    """Return the results of all permutations and their gradients, by the implementation
+    `how`."""
     x_nd, dout_nd, y_md, gate_nk = floats
     positions_nk, assignment_m, source_m = integers
     gathered_md, gather_vjp = jax.vjp(
@@ -68,6 +68,9 @@ def both_ways(how, floats, integers):
         y_md,
         gate_nk,
     )
+    summed_nd, sum_vjp = jax.vjp(
+        lambda y_md: sum_rows(y_md, positions_nk, source_m, implementation=how), y_md
+    )
     (dx_nd,) = gather_vjp(y_md)
     dy_md, dgate_nk = combine_vjp(dout_nd)
     return {
@@ -76,6 +79,8 @@ def both_ways(how, floats, integers):
         "combined": combined_nd,
         "dy": dy_md,
         "dgate": dgate_nk,
+        "summed": summed_nd,
+        "dsummed": sum_vjp(dout_nd)[0],
     }
 
 

@@ -9,6 +9,6 @@ choose.py       which of them a device and a row width get
 vjp.py          the public functions and their gradients
 """
 
-from moejax.kernels.permute.vjp import combine_rows, gather_rows
+from moejax.kernels.permute.vjp import combine_rows, gather_rows, sum_rows
 
-__all__ = ["combine_rows", "gather_rows"]
+__all__ = ["combine_rows", "gather_rows", "sum_rows"]

@@ -54,12 +54,7 @@ def combine_backward(
     dout_md = take(dout_nd, assignment_m // num_choices).astype(jnp.float32)
     gate_m = take(gate_nk.reshape(-1), assignment_m)
     dy_md = (gate_m[:, None] * dout_md).astype(y_md.dtype)
-    dgate_k = [
-        jnp.sum(
-            dout_nd.astype(jnp.float32)
-            * take(y_md, positions_nk[:, k]).astype(jnp.float32),
-            axis=1,
-        )
-        for k in range(num_choices)
-    ]
-    return dy_md, jnp.where(positions_nk >= 0, jnp.stack(dgate_k, 1), 0)
+    # Rows of the buffer are fewer than choices, most of which may have none.
+    is_used_m = (assignment_m >= 0)[:, None]
+    dgate_m = jnp.sum(dout_md * jnp.where(is_used_m, y_md, 0).astype(jnp.float32), 1)
+    return dy_md, take(dgate_m, positions_nk.reshape(-1)).reshape(positions_nk.shape)

@@ -1,4 +1,4 @@
-"""Definition of both row permutations, with gradients derived by JAX."""
+"""Definition of the row permutations, with gradients derived by JAX."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,6 +16,20 @@ def gather_rows(
     """
     del positions_nk
     return jnp.where((source_m >= 0)[:, None], x_nd[source_m], 0)
+
+
+def sum_rows(
+    y_md: Float[Array, "m d"],
+    positions_nk: Int[Array, "n k"],
+    source_m: Int[Array, " m"],
+) -> Float[Array, "n d"]:
+    """Return, for each token n, the sum over k of y_md[positions_nk[n, k]], without the
+    choices whose position is -1.
+
+    source_m is the same table seen from the buffer. Only fast backward passes need it.
+    """
+    del source_m
+    return combine_rows(y_md, jnp.ones(positions_nk.shape), positions_nk, None)
 
 
 def combine_rows(

@@ -1,4 +1,4 @@
-"""The public functions gather_rows and combine_rows, with their gradients.
+"""The public functions gather_rows, sum_rows and combine_rows, with their gradients.
 
 The assignment of tokens to buffer rows is given from both sides: each buffer row names
 its source (source_m, assignment_m), and each choice of a token names its buffer row
@@ -48,6 +48,27 @@ def gather_rows(
     return _gather_rows(*arrays, make_moves(implementation, interpret=False))
 
 
+def sum_rows(
+    y_md: Float[Array, "m d"],
+    positions_nk: Int[Array, "n k"],
+    source_m: Int[Array, " m"],
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "n d"]:
+    """Return, for each token n, the sum over k of y_md[positions_nk[n, k]], without the
+    choices whose position is -1: the transpose of gather_rows.
+
+    It is differentiable in y_md. Sums are taken in float32. source_m is the token of
+    each buffer row, -1 for an empty one. `implementation` is as in gather_rows.
+    """
+    arrays = varying_alike(y_md, positions_nk, source_m)
+    if implementation == "auto":
+        implementation = choose_permute(y_md.dtype, y_md.shape[1]).value
+    if implementation == "reference":
+        return reference.sum_rows(*arrays)
+    return _sum_rows(*arrays, make_moves(implementation, interpret=False))
+
+
 def combine_rows(
     y_md: Float[Array, "m d"],
     gate_nk: Float[Array, "n k"],
@@ -88,6 +109,22 @@ def _gather_rows_bwd(moves: Moves, positions_nk: Array, dout_md: Array):
 
 
 _gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sum_rows(y_md: Array, positions_nk: Array, source_m: Array, moves: Moves) -> Array:
+    return moves.weighted_sum(y_md, None, positions_nk)
+
+
+def _sum_rows_fwd(y_md: Array, positions_nk: Array, source_m: Array, moves: Moves):
+    return moves.weighted_sum(y_md, None, positions_nk), source_m
+
+
+def _sum_rows_bwd(moves: Moves, source_m: Array, dout_nd: Array):
+    return moves.take(dout_nd, source_m), None, None
+
+
+_sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
