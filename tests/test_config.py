@@ -41,7 +41,7 @@ MINIMA = {
         Attention.sliding_window Attention.chunk_size Attention.temperature_floor
         Mla.kv_lora_rank Mla.q_lora_rank Mla.qk_nope_head_dim Mla.qk_rope_head_dim
         Mla.v_head_dim Rope.factor Rope.original_max_position_embeddings
-        Moe.num_experts Moe.top_k Moe.d_expert Dispatch.rows_per_peer
+        Moe.num_experts Moe.top_k Moe.d_expert
         Dispatch.slots_per_device Dispatch.expert_shards Router.num_groups
         Router.top_groups Balance.num_nodes Recorded.period_steps
         Recorded.steps_per_sample""",
@@ -196,7 +196,7 @@ def test_dict_round_trip():
         mesh=Topology(data=2, expert=4),
         model=Model(qk_norm="full", tie_embeddings=False, rope_theta=5e5),
         moe=Moe(num_experts=16, top_k=3),
-        dispatch=Dispatch(rows_per_peer=40),
+        dispatch=Dispatch(buffer_factor=4.0),
         router=Router(kind="sigmoid", bias_rate=0.001, gate_scale=2.5),
         recorded=Recorded(source="burst", hot_share=0.25),
         optimizer=Optimizer(decay="linear"),

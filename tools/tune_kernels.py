@@ -175,7 +175,7 @@ def layer_buckets(files: list, params: list, kind: str) -> Iterator[Bucket]:
     if layout.align_rows == 1:
         raise ValueError(f"{files[-1]} has layers that do not run the Hopper kernels")
     view = layout.exchanged.topped_up
-    rows, groups = view.num_sorted_rows(view.rows_per_peer), view.slots_per_device
+    rows, groups = view.num_sorted_rows(view.rows_per_device), view.slots_per_device
     shape = ProductShape(rows, *product_widths(cfg, layout), groups)
     made = micro_batch_tokens(cfg) * cfg.moe.top_k // layout.num_exchanges
     num_rows = min(made, rows - groups * layout.align_rows)  # gaps fit into the rest

@@ -19,10 +19,10 @@ from moejax.balance.policies import Policy, make_valid_plan
 from moejax.perf.cost_model import CostModel, tight
 from moejax.perf.traffic import (
     device_rows,
-    fullest_pair,
     layer_rows,
     max_over_mean,
     pair_rows,
+    sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GATHERED_ONCE, ROW_MULTIPLE, Layout, Store
@@ -116,12 +116,13 @@ def ratio_by_layer(
 def fullest_pair_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Return the maximum number of rows that one source has in a step for one device,
-    or for one chunk of those that stay, float [l]."""
+    """Return the maximum number of rows that one device sends to one other in a step,
+    float [l]."""
     rows = zip(load_lwe, plan.slot_to_expert_lp)
     pairs = [pair_rows(layer_rows(x, p, layout)) for x, p in rows]
-    max_l = [fullest_pair(pair_ww, layout) for pair_ww in pairs]
-    return layout.source_share * np.array(max_l)
+    view = layout.exchanged
+    max_l = [sent_rows(layout.source_share * x, view).fullest for x in pairs]
+    return np.array(max_l)
 
 
 def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.ndarray:
@@ -215,7 +216,9 @@ def _other_ways(
             domain=way.domain,
             transport=way.transport,
             rows_per_peer=way.rows_per_peer,
-            home_chunks=way.home_chunks,
+            rows_per_device=way.rows_per_device,
+            num_nodes=way.num_nodes,
+            rows_per_node=way.rows_per_node,
             prefetch=way.prefetch,
             slots_per_device=slots,
             copies_per_device=min(now.copies_per_device, slots),
@@ -240,18 +243,32 @@ def _fits(plan: ExpertPlan, layout: Layout) -> bool:
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     """Return the layout with buffers large enough for the rows that any device is
-    expected to send to another under the plan."""
+    expected to send to another under the plan, and to compute."""
     if layout.transport == "local" or not question.has_pairs:
         return layout
-    num_exchanges = question.cost.micro_batches * layout.num_exchanges
-    pair_l = fullest_pair_by_layer(question.load_lwe, plan, layout)
-    fullest = (question.peak_l * pair_l).max() / num_exchanges
-    of_source = layout.source_share * question.load_lwe.sum(axis=2).max()
-    max_rows = math.ceil(round(of_source / num_exchanges, 6))
-    rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
-    windows = layout.num_windows
-    rows = -(-max(1, min(rows, max_rows)) // windows) * windows
-    return dataclasses.replace(layout, rows_per_peer=rows)
+    view, windows = layout.exchanged.topped_up, layout.num_windows
+    share = layout.source_share / question.cost.micro_batches / layout.num_exchanges
+    layers = zip(question.load_lwe, plan.slot_to_expert_lp)
+    pairs = [share * pair_rows(layer_rows(x, p, layout)) for x, p in layers]
+    sent_l = [sent_rows(pair_uu, view) for pair_uu in pairs]
+    tokens = share * question.load_lwe.sum(axis=2).max() / layout.top_k
+    tokens = math.ceil(round(float(tokens), 6))
+    sources = view.num_sources / view.num_devices  # of each device or domain
+
+    def room(most_l: list[float], limit: int) -> int:
+        fullest = float((question.peak_l * np.array(most_l)).max())
+        rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
+        return max(1, min(rows, limit))
+
+    rows = room([sent.fullest for sent in sent_l], view.num_nodes * tokens)
+    most = view.num_sources * tokens * view.max_choices
+    to_node = room([sent.to_node for sent in sent_l], tokens)
+    return dataclasses.replace(
+        layout,
+        rows_per_peer=-(-rows // windows) * windows,
+        rows_per_device=room([sources * x.sum(axis=0).max() for x in pairs], most),
+        rows_per_node=to_node if view.has_levels else 0,
+    )
 
 
 def objection(question: Question, candidate: Candidate) -> str:

@@ -67,12 +67,10 @@ class Dispatch:
     """Target compression ratio of the experts that a domain gathers in training: 50
     sends 1/50 of the bytes. An owner sends the largest entries of the difference to the
     copies that the other devices hold (docs/compression.md). None: whole experts."""
-    rows_per_peer: int | None = None
-    """Number of rows that one device can send to one other in round 0 of the exchange;
-    None: buffer_factor times the even share."""
     buffer_factor: float = 1.5
-    """Size of the buffers of round 0 over the even share of rows, where rows_per_peer
-    is None."""
+    """Size of the buffers of round 0 over the rows of an even load: of those that one
+    device sends to another, and of those that a device computes. With 'capacity' it is
+    GShard's capacity factor."""
     store: Store | None = None
     """How expert weights reach the slots (docs/balance.md), for the whole run. None:
     the run starts with the first store of Balance.policy, and the balancer may change
@@ -109,7 +107,7 @@ class Dispatch:
     else as Balance.policy does."""
 
     def __post_init__(self) -> None:
-        require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
+        require_min(self, 1, "slots_per_device", "expert_shards")
         require_min(self, 1, "compression", "top_up_above", "top_up_copies")
         require(
             self.compression is None or self.domain != (1, 1),

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.config import Moe
 from moejax.kernels.grouped_dot import grouped_dot, grouped_swiglu
-from moejax.moe.exchange.rounds import Experts
+from moejax.moe.exchange.dispatch import Experts
 from moejax.moe.mesh_roles import Axes, MeshLayout, index_along
 from moejax.plan.layout import Fp8
 

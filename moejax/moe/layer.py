@@ -19,14 +19,15 @@ from moejax.config import Moe
 from moejax.kernels import varying_alike
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
+from moejax.moe.exchange.dispatch import Experts
 from moejax.moe.exchange.manifest import (
     Manifest,
+    fullest_pair,
     manifest,
     num_dropped,
-    pair_to_fit,
     rows_here,
 )
-from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
+from moejax.moe.exchange.rounds import exchange, num_rounds
 from moejax.moe.experts import make_experts
 from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
@@ -129,17 +130,19 @@ def moe_layer(
     1. Make the weights of the slots that the placement gives to each device.
     2. Route each token to its top_k experts, in float32.
     3. Choose a replica for each row.
-    4. Send rows by all_to_all, and compute those of each slot by one grouped SwiGLU.
-    5. Bring results home, and add them up, weighted by their gates.
+    4. Send each token once to each device of its slots, by all_to_all, and compute the
+       rows of each slot by one grouped SwiGLU.
+    5. Sum a token's results where they are, weighted by their gates, bring the sums
+       home, and add them up.
 
     The output has x's shape and dtype, which is the dtype that experts compute in. Sums
     [w, ..] are of each of the w devices that split the batch: `router_losses` takes
     `sums.over_devices()`, and `RoutingStats.from_sums` takes those of several layers.
 
-    `params` are those of MoeLayer by name. `placement` is of one
-    layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
-    `forced_btk` replaces its choice; `slots` are the weights of all slots where they
-    exist already; `experts` computes the rows of a
+    `params` are those of MoeLayer by name. `placement` is of one layer
+    (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
+    `forced_btk` replaces its choice, by distinct experts of each token; `slots` are the
+    weights of all slots where they exist already; `experts` computes the rows of a
     device's slots (None: `swiglu`, by the layout's kernels).
 
     It is jitted: a call outside of a jitted function compiles once for each setup,
@@ -242,9 +245,6 @@ def moe_layer_of_parts(
             y_streams, sents = [], []
             for stream in streams:
                 sent_nd, chosen_nk, gate_nk = stream
-                n, k = gate_nk.shape
-                if setup.router.gate_input:
-                    sent_nd, chosen_nk, gate_nk = _choices_as_tokens(*stream)
                 sent, used = manifest(chosen_nk, placement, exchanged)
                 gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
                 slot_weights = weights
@@ -258,18 +258,16 @@ def moe_layer_of_parts(
                         slot_weights = stores.append_copies(weights, used, exchanged)
                 # 4. send the rows and compute them, and 5. bring the results home.
                 y_nd = exchange(
-                    sent_nd, gate_nk, slot_weights, sent, experts, exchanged
-                )
-                if setup.router.gate_input:
-                    sent = sent.replace(peer_nk=sent.peer_nk.reshape(n, k))
-                    y_nd = y_nd.reshape(n, k, -1).sum(axis=1)
+                    sent_nd, gate_nk, slot_weights, sent, experts, exchanged,
+                    gates_input=setup.router.gate_input,
+                )  # fmt: skip
                 y_streams.append(y_nd)
                 sents.append(sent)
             y_nd = schedules.leave(_join(y_streams), exchanged)
             y_parts.append(y_nd.reshape(part.x_btd.shape).astype(dtype))
 
             # Sums for losses and statistics, each token counted once.
-            of_tokens = score_ne, logit_ne, expert_nk, _join([x.peer_nk for x in sents])
+            of_tokens = score_ne, logit_ne, expert_nk, _join([x.slot_nk for x in sents])
             own = (schedule.own(value, exchanged) for value in of_tokens)
             sums.append(_sums(*own, sents, part.x_btd.shape[1], exchanged))
         total = LayerSums.over_parts(sums)
@@ -316,24 +314,13 @@ def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
     return jax.tree.map(enter, part)
 
 
-def _choices_as_tokens(
-    x_nd: Float[Array, "n d"], expert_nk: Int[Array, "n k"], gate_nk: Array
-) -> tuple[Float[Array, "a d"], Int[Array, "a 1"], Float[Array, "a 1"]]:
-    """Return the tokens, experts and gates of a layer whose gates multiply the input of
-    experts: each choice is a token of its own, with one expert and a gate of 1."""
-    (n, k), d = gate_nk.shape, x_nd.shape[1]
-    x_nkd = x_nd[:, None] * gate_nk[..., None].astype(x_nd.dtype)
-    expert_a1 = expert_nk.reshape(n * k, 1)
-    return x_nkd.reshape(n * k, d), expert_a1, jnp.ones_like(gate_nk, shape=(n * k, 1))
-
-
 def _join(values: list[Array]) -> Array:
     """Return the values of one or several streams, one after the other."""
     return values[0] if len(values) == 1 else jnp.concatenate(values)
 
 
 def _sums(
-    score_ne, logit_ne, expert_nk, peer_nk, sents: list[Manifest], seq_len,
+    score_ne, logit_ne, expert_nk, slot_nk, sents: list[Manifest], seq_len,
     mesh_layout: MeshLayout,
 ):  # fmt: skip
     """Return this device's addends to losses and statistics, of one part and the
@@ -341,14 +328,16 @@ def _sums(
     layout = mesh_layout.layout
     split = schedules.find_schedule(mesh_layout).split(mesh_layout)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
-    added["dropped"] = num_dropped(expert_nk, peer_nk)
+    added["dropped"] = num_dropped(expert_nk, slot_nk)
     rows_h = jnp.stack([rows_here(sent, mesh_layout) for sent in sents])
     owners = set(mesh_layout.tensor_axes) & set(mesh_layout.peer_axes)
     return LayerSums(
         **(jax.lax.psum(added, split) if split else added),
         rows_h=jax.lax.pmax(rows_h, tuple(sorted(owners))) if owners else rows_h,
         rounds=reduce(jnp.maximum, (num_rounds(sent, layout) for sent in sents)),
-        fullest_pair=reduce(jnp.maximum, (pair_to_fit(sent, layout) for sent in sents)),
+        fullest_pair=reduce(
+            jnp.maximum, (fullest_pair(sent, layout) for sent in sents)
+        ),
         bound_h=jnp.stack([sent.bound for sent in sents]),
     )
 

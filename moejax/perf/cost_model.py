@@ -35,10 +35,10 @@ from moejax.perf.calibration import (
 from moejax.perf.terms import Prediction, Term
 from moejax.perf.traffic import (
     device_rows,
-    fullest_pair,
     has_copies,
     layer_rows,
     pair_rows,
+    sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout
@@ -48,6 +48,8 @@ from moejax.rich import shown_by
 ROUNDING = 1e-9
 """Relative rounding error of a sum of shares of rows. A sum that exceeds a whole number
 by less does not need one more row."""
+CARD_BYTES = 2 * 4
+"""Bytes that travel beside a row for each choice of a token: a gate and a slot."""
 BYTES_PER_MOVED_WEIGHT = 3 * 4
 """Bytes that move with a weight to another owner: a float32 master parameter and two
 float32 moments."""
@@ -147,27 +149,31 @@ class CostModel:
         `pair_uu` are the rows of a step from each source device to each device; with
         domains, from domain to domain (`moejax.perf.traffic.layer_rows`). With ragged
         transport the device that sends or receives most, to or from others, decides how
-        many rows travel; with padded transport whole buffers travel. In both the
-        fullest pair of devices decides the number of rounds. A device and itself are a
-        pair too.
+        many rows travel; with padded transport whole buffers travel. In both the pair
+        of devices with most rows beyond round 0 decides the number of rounds.
         """
         num_exchanges = self.micro_batches * layout.num_exchanges
         per_exchange_uu = layout.source_share * pair_uu / num_exchanges
-        most = _max_off_device(per_exchange_uu)
-        fullest = fullest_pair(per_exchange_uu, layout)
-        return self._row_terms(fullest, most, layout)
+        found = sent_rows(per_exchange_uu, layout.exchanged.topped_up)
+        return self._row_terms(found.left, found.off_device, layout)
 
     def _row_terms(
-        self, fullest: float, most_rows: float, layout: Layout
+        self, left: float, off_device: float, layout: Layout
     ) -> tuple[Term, ...]:
-        """Return the terms of a layer's rows in one step, with the rows of the fullest
-        pair of devices in each exchange, and the most rows of one device to or from
-        others."""
-        view, tensor = layout.exchanged, layout.tensor
-        rounds, rows = _padded(fullest, layout)
-        ragged = most_rows * self.bytes_per_row
+        """Return the terms of a layer's rows in one step: `left` of a pair of devices
+        remain after round 0 of each exchange, and one device has `off_device` to or
+        from others."""
+        view, tensor = layout.exchanged.topped_up, layout.tensor
+        rounds, more = _later_rounds(left, view)
+        rows = view.rows_per_peer + view.num_nodes * more
+        ragged = off_device * self.bytes_per_row
+        near = view.num_devices // view.num_nodes
         buffer = exchange.Buffer(
-            size_bytes=view.num_devices * rows * self.bytes_per_row,
+            size_bytes=near * rows * self.bytes_per_row,
+            far_bytes=view.num_nodes * (view.rows_per_node + more) * self.bytes_per_row
+            if view.has_levels
+            else None,
+            card_share=CARD_BYTES * layout.top_k / self.bytes_per_row,
             rounds=rounds,
             ragged_bytes=ragged if layout.transport == "ragged" else None,
         )
@@ -402,13 +408,17 @@ class CostModel:
         in one exchange. With ragged transport the fullest device is taken to have
         received a share of (w - 1) / w.
         """
-        row_sec, w = self.row_sec(layout), layout.exchanged.num_devices
+        view = layout.exchanged.topped_up
+        row_sec, w = self.row_sec(layout), view.num_devices
         num_exchanges = self.micro_batches * layout.num_exchanges
         wires_sec = copies_sec = 0.0
         for rows, pair in zip(fullest_rows_l.tolist(), fullest_pair_l.tolist()):
             copies_sec += self.sync_sec(layout, rows * row_sec)
-            received = rows / num_exchanges * (w - 1) / w
-            wires_sec += _sec(self._row_terms(pair, received, layout))
+            computed = rows / num_exchanges
+            share = min(1.0, view.rows_per_device / max(computed, 1.0))
+            left = pair - min(pair * share, view.rows_per_peer)
+            received = min(computed, pair * w) * (w - 1) / w
+            wires_sec += _sec(self._row_terms(left, received, layout))
         waits_l = np.maximum(fullest_rows_l - mean_rows_l, 0)
         return StepParts(
             experts=self.num_computed * float(mean_rows_l.sum()) * row_sec,
@@ -630,21 +640,14 @@ def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     )
 
 
-def _max_off_device(pair_ww: np.ndarray) -> float:
-    """Return the most rows that a device sends to others or receives from others."""
-    here_w = np.diagonal(pair_ww)
-    sent_w, received_w = pair_ww.sum(axis=1), pair_ww.sum(axis=0)
-    return float(np.maximum(sent_w - here_w, received_w - here_w).max())
-
-
-def _padded(fullest: float, layout: Layout) -> tuple[int, int]:
-    """Return the number of rounds of an exchange with padded transport, and the rows
-    that a device sends to each other one in all rounds, padding included."""
-    left = fullest - layout.rows_per_peer - ROUNDING * fullest
-    later_rounds = 0
-    if left > 0 and layout.exchange == "exact":
-        later_rounds = int(np.ceil(left / layout.rows_per_round))
-    return 1 + later_rounds, layout.rows_per_peer + later_rounds * layout.rows_per_round
+def _later_rounds(left: float, layout: Layout) -> tuple[int, int]:
+    """Return the number of rounds of an exchange of which `left` rows of one pair
+    remain after the first, and the rows for one destination that the later ones carry
+    with padded transport."""
+    later = 0
+    if left > ROUNDING * layout.rows_per_peer and layout.exchange == "exact":
+        later = int(np.ceil(left / layout.rows_per_round - ROUNDING))
+    return 1 + later, later * layout.rows_per_round
 
 
 def cost_model(

@@ -103,7 +103,13 @@ class Buffer:
     """Rows of one exchange in one direction, as one device sends them."""
 
     size_bytes: float
-    """Bytes of the buffer for all owners, in all rounds (B)."""
+    """Bytes of the buffer for all owners, in all rounds (B); where rows travel in two
+    levels, for those of a node."""
+    card_share: float = 0.0
+    """Bytes of the cards beside the rows, over those of the rows. They travel once a
+    pass: the slots and gates of tokens, or gradients of gates."""
+    far_bytes: float | None = None
+    """Bytes of the buffer for all nodes, where rows travel in two levels."""
     rounds: int = 1
     """Number of rounds, each of them a collective of its own."""
     ragged_bytes: float | None = None
@@ -171,18 +177,25 @@ class _Maker:
         )
 
     def exchanged(self, group: str, size: float) -> list[Term]:
-        """Return the terms of sending rows to the devices of a group, and back."""
+        """Return the terms of sending rows and cards to the devices of a group, and
+        rows back."""
         devices, buffer = self.groups[group], self.buffer
-        steps = [devices]
+        steps = [(devices, size)]
         if self.is_hierarchical:
-            steps = [{axis: n} for axis, n in devices.items()]
-        found, count = [], 2 * self.passes.count * buffer.rounds
-        for step in steps:
-            leaving = leaving_bytes("all_to_all", size, num_devices(step))
+            steps = [({axis: n}, size) for axis, n in devices.items()]
+            if buffer.far_bytes is not None:
+                steps[0] = steps[0][0], buffer.far_bytes
+        found, count = [], self.passes.count * buffer.rounds
+        for step, step_size in steps:
+            leaving = leaving_bytes("all_to_all", step_size, num_devices(step))
             if buffer.ragged_bytes is not None:
                 leaving = buffer.ragged_bytes
-            args = self.lines, "all_to_all", step, leaving / buffer.rounds
-            found.append(terms.collective_term(*args, count, "rows"))
+            leaving /= buffer.rounds
+            args = self.lines, "all_to_all", step
+            found.append(terms.collective_term(*args, leaving, 2 * count, "rows"))
+            if buffer.card_share:
+                card = buffer.card_share * leaving
+                found.append(terms.collective_term(*args, card, count, "cards"))
         return found
 
     def tokens(self, group: str) -> Term:
@@ -236,7 +249,8 @@ def _s2(m: _Maker) -> Iterator[Term]:
     yield from travel
     yield gather
     if passes.count:
-        one_sec = sum(term.sec for term in travel) / (2 * passes.count)
+        rows_sec = sum(term.sec for term in travel if term.name.endswith("rows"))
+        one_sec = rows_sec / (2 * passes.count)
         hidden_sec = passes.overlap * min(one_sec, gather.sec / passes.count)
         yield Term(
             "hidden under all_to_all",

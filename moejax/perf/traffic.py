@@ -6,10 +6,12 @@ group, or the mean over several groups.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
 from moejax.plan import dynamic_replication, top_up, water_filling
+from moejax.plan.distinct import distinct_rows
 from moejax.plan.layout import Layout, Split
 from moejax.plan.units import unit_loads, unit_slots
 
@@ -86,11 +88,73 @@ def pair_rows(rows_wp: np.ndarray) -> np.ndarray:
     return rows_wp.reshape(num_devices, num_devices, -1).sum(axis=-1)
 
 
-def fullest_pair(pair_ww: np.ndarray, layout: Layout) -> float:
-    """Return the most rows that one source has for one device, or for one of the chunks
-    of those that stay (Layout.home_chunks)."""
-    chunks_ww = 1 + (layout.home_chunks - 1) * np.eye(len(pair_ww))
-    return float((pair_ww / chunks_ww).max())
+class Sent(NamedTuple):
+    """Rows of one exchange, as far as buffers and links see them."""
+
+    fullest: float
+    """Most rows that one device sends to another, or passes on to it."""
+    to_node: float
+    """Most rows that one device sends to another node, if rows travel in two levels."""
+    left: float
+    """Most rows from one source to one destination that round 0 does not carry."""
+    off_device: float
+    """Most rows that one device sends to others, or receives from them."""
+
+
+def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
+    """Return the rows that travel in one exchange, for the number of choices of each
+    source at each device, float [u, u].
+
+    A token sends one row to each destination of its choices (`distinct_rows`). Round 0
+    carries of each pair what fits into its buffer, and no more than its share of what
+    the receiver can compute, as on devices (moejax.moe.exchange.manifest).
+    """
+    k, w = layout.top_k, len(pair_uu)
+    sizes = pair_uu.sum(axis=1, keepdims=True) / k, k, layout.num_experts
+    rows_uw = distinct_rows(pair_uu, *sizes)
+    # Sources whose tokens lie on the same devices send alike.
+    room_w = _room(pair_uu, layout.rows_per_device * w / layout.num_sources)
+    computed_uw = np.minimum(1.0, room_w / np.maximum(pair_uu, 1e-300))
+    is_home_uw = np.eye(w, dtype=bool)
+    off_uw = np.where(is_home_uw, 0.0, rows_uw)
+    stays_uw = is_home_uw & layout.keeps_home_rows
+    if not layout.has_levels:
+        fits_uw = np.where(stays_uw, rows_uw, np.minimum(rows_uw, layout.rows_per_peer))
+        left_uw = rows_uw - np.minimum(fits_uw, rows_uw * computed_uw)
+        excluded = stays_uw | (is_home_uw & layout.yields_home_rows)
+        fullest = np.where(excluded, 0.0, rows_uw).max()
+        off_device = np.maximum(off_uw.sum(axis=0), off_uw.sum(axis=1)).max()
+        return Sent(float(fullest), 0.0, float(left_uw.max()), float(off_device))
+    nodes, per_node = layout.num_nodes, w // layout.num_nodes
+    node_uf = pair_uu.reshape(w, nodes, per_node).sum(axis=2)
+    node_uf = distinct_rows(node_uf, *sizes)
+    passed_iw = rows_uw.reshape(nodes, per_node, w).sum(axis=0)
+    index_w = np.arange(w) % per_node
+    is_home_iw = index_w == np.arange(per_node)[:, None]
+    passed_iw = np.where(is_home_iw & layout.keeps_home_rows, 0.0, passed_iw)
+    is_home_uf = np.arange(w)[:, None] // per_node == np.arange(nodes)
+    is_home_uf &= layout.keeps_home_rows
+    away_uf = np.where(is_home_uf, 0.0, node_uf)
+    fits_uf = np.where(is_home_uf, node_uf, np.minimum(node_uf, layout.rows_per_node))
+    share = min(1.0, layout.rows_per_peer / max(passed_iw.max(), 1e-300))
+    computed_uf = computed_uw.reshape(w, nodes, per_node).min(axis=2)
+    left_uf = node_uf - np.minimum(fits_uf, node_uf * np.minimum(computed_uf, share))
+    return Sent(
+        fullest=float(passed_iw.max()),
+        to_node=float(away_uf.max()),
+        left=float(left_uf.max()),
+        off_device=float(off_uw.sum(axis=1).max()),
+    )
+
+
+def _room(pair_uw: np.ndarray, capacity: float) -> np.ndarray:
+    """Return the largest number to which each column's values can be cut so that their
+    sum is at most `capacity`, [w]; infinity where it is anyway."""
+    sorted_uw = np.sort(pair_uw, axis=0)
+    before_uw = np.cumsum(sorted_uw, axis=0) - sorted_uw
+    others_u1 = (len(pair_uw) - np.arange(len(pair_uw)))[:, None]
+    room_w = np.max((capacity - before_uw) / others_u1, axis=0)
+    return np.where(pair_uw.sum(axis=0) <= capacity, np.inf, room_w)
 
 
 def device_rows(rows_wp: np.ndarray) -> np.ndarray:

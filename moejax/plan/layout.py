@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from moejax.plan.distinct import distinct_share
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
 from moejax.rich import shown_by
@@ -117,7 +118,8 @@ class Layout:
     A step compiled for one layout cannot run another one: a changed layout is a new
     program. Layouts are hashable, and compiled steps are found by them. All fields mean
     the same in every MoE layer of the model. A *row* is a copy of one token on its way
-    to one expert: a token with k experts makes k rows.
+    to one device, whatever number of its experts are there. Where experts compute rows,
+    there is one for each token and slot.
     """
 
     num_experts: int
@@ -135,7 +137,8 @@ class Layout:
     transport: Transport = "padded"
     """How rows travel between devices: 'local' where there is no other device, 'padded'
     sends whole buffers, 'ragged' only the rows in use, and 'hierarchical' whole buffers
-    over one mesh axis after the other."""
+    over one mesh axis after the other: one row for each token and node, and from there
+    one for each device."""
     exchange: Exchange = "exact"
     """Handling of rows that do not fit into round 0. 'exact' runs further rounds of
     `rows_per_round` rows each until all rows have arrived. 'capacity' drops and counts
@@ -186,9 +189,17 @@ class Layout:
     copies_per_device: int = 0
     """Maximum number of copies of other devices' experts that one device holds, per
     layer. Only the stores 'transient' and 'resident' have copies."""
-    home_chunks: int = 1
-    """Number of buffers of `rows_per_peer` rows that a device has for the rows that it
-    computes itself. All but the first stay out of the collective."""
+    rows_per_device: int = 0
+    """Number of rows that one device can compute in round 0 (M): one for each token and
+    slot. 0 stands for as many as full buffers of all sources can make."""
+    top_k: int = 1
+    """Number of experts that a token chooses at most (k)."""
+    num_nodes: int = 1
+    """Number of nodes into which the outer mesh axis cuts the group, if rows travel in
+    two levels: to nodes, and from there to devices (transport 'hierarchical')."""
+    rows_per_node: int = 0
+    """Number of rows that one device can send to one other node in round 0, if there
+    are several."""
     halves: bool = False
     """Whether the tokens of a device are exchanged in two independent halves, so that
     the rows of one travel while the other one's are computed."""
@@ -212,6 +223,9 @@ class Layout:
     rows travel between domains only. None: every device is alone."""
 
     def __post_init__(self) -> None:
+        if self.rows_per_device == 0:
+            most = self.num_sources * self.rows_per_peer * self.max_choices
+            object.__setattr__(self, "rows_per_device", most)
         _check(self)
 
     @classmethod
@@ -296,15 +310,47 @@ class Layout:
         )
 
     @property
-    def num_chunks(self) -> int:
-        """Number of buffers of rows from which a device computes: one for each sender,
-        and those of `home_chunks` beyond the first."""
-        return self.num_senders + self.home_chunks - 1
+    def max_choices(self) -> int:
+        """Number of choices that one row can carry."""
+        return min(self.top_k, self.slots_per_device)
 
     @property
-    def home_rows(self) -> int:
-        """Number of rows that a device can compute for itself in round 0."""
-        return self.home_chunks * self.rows_per_peer
+    def num_received_rows(self) -> int:
+        """Number of rows from which those of slots are copied in round 0, where they
+        lie together: those that can arrive. Tokens that stay are not among them."""
+        if not self.sends_rows:
+            return 0
+        if self.has_levels:
+            per_node = self.num_devices // self.num_nodes
+            return self.num_nodes * self.rows_per_node + per_node * self.rows_per_peer
+        return self.num_senders * self.rows_per_peer // self.num_windows
+
+    @property
+    def keeps_home_rows(self) -> bool:
+        """Whether tokens stay out of the buffers where a device computes them itself.
+
+        With a tensor axis, or shards of experts, they may be needed elsewhere too. With
+        split 'even' a device keeps no more rows than it sends to any other.
+        """
+        if self.tensor is not None:
+            return self.is_local
+        return self.split != "even" or self.num_senders == 1
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether there are buffers of rows: there are none where all tokens stay."""
+        return not self.keeps_home_rows or self.num_senders > 1
+
+    @property
+    def num_destinations(self) -> int:
+        """Number of destinations to which a source sends rows: nodes, if rows travel in
+        two levels, or devices."""
+        return self.num_nodes if self.has_levels else self.num_devices
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether rows travel to nodes first, and from there to devices."""
+        return 1 < self.num_nodes < self.num_devices
 
     @property
     def source_share(self) -> float:
@@ -363,6 +409,7 @@ class Layout:
             slots_per_device=self.slots_per_device * size,
             offers_per_device=offers,
             copies_per_device=self.copies_per_device * size,
+            num_nodes=max(self.num_nodes // self.domain.shared[0], 1),
             domain=None,
         )
 
@@ -376,10 +423,23 @@ class Layout:
         return dataclasses.replace(self, slots_per_device=slots)
 
     def has_loops(self, assignments_per_device: int) -> bool:
-        """Return whether the exchange of so many rows of a source has later rounds."""
-        carries_all = self.rows_per_peer >= assignments_per_device
+        """Return whether an exchange has later rounds, if a source has this many
+        choices."""
         is_exact = self.exchange == "exact" and self.overflow == "rounds"
-        return is_exact and not carries_all
+        tokens = -(-assignments_per_device // self.top_k)
+        return is_exact and not self.exchanged._carries(tokens)
+
+    def _carries(self, tokens: int) -> bool:
+        """Return whether round 0 carries everything that sources of this many tokens
+        can send, and devices can compute it."""
+        # A device passes on the rows of one source of each node.
+        reach = tokens * (self.num_nodes if self.has_levels else 1)
+        sends_all = not self.sends_rows or self.rows_per_peer >= reach
+        sends_all &= not self.has_levels or self.rows_per_node >= tokens
+        choices = min(self.top_k, self.slots_per_device + self.top_up_copies)
+        return sends_all and (
+            self.rows_per_device >= self.num_sources * tokens * choices
+        )
 
     @property
     def with_rounds(self) -> "Layout":
@@ -404,23 +464,30 @@ class Layout:
 
     @property
     def rows_per_round(self) -> int:
-        """Number of rows that one device can send to one other in each round after the
-        first: a quarter of `rows_per_peer`, rounded up to a multiple of `num_windows`.
-        For itself a device has `home_chunks` times as many."""
-        parts = 4 * self.num_windows
-        return -(-self.rows_per_peer // parts) * self.num_windows
+        """Number of rows that one source can send to one device (or node) in each round
+        after the first. However many choices they carry, a device has about a quarter
+        of `rows_per_device` to compute."""
+        most = 4 * self.num_sources * self.max_choices
+        first = self.rows_per_node if self.has_levels else self.rows_per_peer
+        rows = max(1, min(-(-self.rows_per_device // most), first))
+        return -(-rows // self.num_windows) * self.num_windows
 
-    def num_sorted_rows(self, rows_per_peer: int) -> int:
-        """Return the number of rows of the buffer that experts compute, in slot order,
-        where each peer may send `rows_per_peer` rows: those that can arrive, and the
-        most zero rows that aligning slots can take."""
-        received = self.num_chunks * rows_per_peer // self.num_windows
-        return max_aligned_rows(received, self.slots_per_device, self.align_rows)
+    @property
+    def computed_per_round(self) -> int:
+        """Number of rows that one device can compute in each round after the first."""
+        return self.num_sources * self.rows_per_round * self.max_choices
+
+    def num_sorted_rows(self, num_rows: int) -> int:
+        """Return the number of rows of the buffer that experts compute, in slot order:
+        `num_rows`, and the most zero rows that aligning slots can take."""
+        return max_aligned_rows(num_rows, self.slots_per_device, self.align_rows)
 
     @property
     def rows_per_slot(self) -> int:
-        """Number of rows that one device may send to one slot in capacity mode."""
-        return max(1, self.rows_per_peer // self.slots_per_device)
+        """Number of rows that one source may send to one slot in capacity mode."""
+        return max(
+            1, self.rows_per_device // (self.num_sources * self.slots_per_device)
+        )
 
     @classmethod
     def home(
@@ -428,46 +495,74 @@ class Layout:
         num_experts: int,
         num_devices: int,
         assignments_per_device: int,
-        rows_per_peer: int | None = None,
         buffer_factor: float = 1.5,
         slots_per_device: int | None = None,
+        *,
+        top_k: int = 1,
+        num_nodes: int = 1,
         **kwargs,
     ) -> "Layout":
         """Return the layout of plain expert parallelism, with one slot for each expert.
 
         `slots_per_device`, and a store in `kwargs`, add slots for replicas.
         `assignments_per_device` is n*k: n tokens of one source (`num_sources`) with k
-        experts each. Without `rows_per_peer` the buffer holds `buffer_factor` times the
-        even share n*k/w, rounded up to a multiple of 8 rows, where w is the number of
-        devices, or of domains where there are any. For w = 1 it holds n*k rows. With
-        halves n*k is that of one half. `home_chunks` are at most those that hold all
-        rows of a device. Raises ValueError for fields that do not fit
-        together.
+        experts (`top_k`) each; with halves n is that of one half. Buffers hold
+        `buffer_factor` times the rows of an even load: for each peer those of the
+        tokens with a choice there (moejax.plan.distinct), n at most, and on each device
+        its share of all choices. They are rounded up to a multiple of 8 rows. Peers are
+        devices, or domains where there are any. Raises ValueError for fields that do
+        not fit together.
         """
+        tokens = -(-assignments_per_device // top_k)
         if kwargs.get("halves"):
-            assignments_per_device = -(-assignments_per_device // 2)
+            tokens = -(-tokens // 2)
         tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
         domain_size = 1 if domain is None else domain.num_devices
         num_peers = max(num_devices // domain_size, 1)  # 0: _check_domain says why
-        senders = num_peers if tensor is None else tensor.num_senders(num_peers)
+        senders = sources = num_peers
+        if tensor is not None:
+            senders = tensor.num_senders(num_peers)
+            sources = tensor.num_sources(num_peers)
         if senders == 1:
             kwargs["transport"] = "local"
-        if num_peers == 1:
-            buffer_factor = 1.0
-        if rows_per_peer is None:
-            rows = math.ceil(buffer_factor * assignments_per_device / num_peers)
-            rows_per_peer = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        rows_per_peer = min(rows_per_peer, max(assignments_per_device, 1))
-        max_chunks = max(1, -(-assignments_per_device // max(rows_per_peer, 1)))
-        kwargs["home_chunks"] = min(kwargs.get("home_chunks", 1), max_chunks)
         windows = 1 if tensor is None else tensor.num_windows
+        slots = slots_per_device or num_experts // max(num_devices, 1)
+        reachable = slots * domain_size + kwargs.get("top_up_copies", 0)
+        per_row, most = min(top_k, reachable), max(tokens, 1)
+        rows_per_device = min(
+            _rounded_up(buffer_factor * sources * tokens * top_k / num_peers),
+            max(sources * most * per_row, 1),
+        )
+        reached = 1 if domain is None else domain.shared[0]
+        far_nodes = max(num_nodes // reached, 1)
+
+        def rows_to(num_destinations: int) -> int:
+            share = distinct_share(1 / num_destinations, top_k, num_experts)
+            return min(_rounded_up(buffer_factor * tokens * float(share)), most)
+
+        rows_per_peer, rows_per_node = rows_to(num_peers), 0
+        if 1 < far_nodes < num_peers:
+            rows_per_node = rows_to(far_nodes)
+            rows_per_peer = min(far_nodes * rows_per_peer, far_nodes * most)
+        if kwargs.get("exchange") == "capacity":
+            kept = max(1, rows_per_device // (sources * slots * domain_size))
+            rows_per_peer = min(slots * domain_size * kept, most)
         return cls(
             num_experts=num_experts,
             num_devices=num_devices,
-            slots_per_device=slots_per_device or num_experts // num_devices,
+            slots_per_device=slots,
             rows_per_peer=-(-rows_per_peer // windows) * windows,
+            rows_per_device=rows_per_device,
+            top_k=top_k,
+            num_nodes=num_nodes,
+            rows_per_node=rows_per_node,
             **kwargs,
         )
+
+
+def _rounded_up(rows: float) -> int:
+    """Return a number of rows, rounded up to a multiple of ROW_MULTIPLE."""
+    return math.ceil(rows / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def max_aligned_rows(num_rows: int, num_groups: int, multiple: int) -> int:
@@ -714,18 +809,23 @@ def _check_buffers(layout: Layout) -> None:
     rows = layout.rows_per_peer
     if rows < 1:
         raise ValueError(f"rows_per_peer={rows} must be at least 1")
-    _check_home_chunks(layout)
     if layout.overflow == "redo" and layout.exchange == "capacity":
         raise ValueError(
             "overflow='redo' runs a batch again whose rows do not fit, and "
             "exchange='capacity' drops those rows: use overflow='rounds' or 'exact'"
         )
-    slots = layout.slots_per_device * layout.domain_size
-    if layout.exchange == "capacity" and rows < slots:
+    sources = layout.exchanged.num_sources
+    slots = sources * layout.slots_per_device * layout.domain_size
+    if layout.exchange == "capacity" and layout.rows_per_device < slots:
         raise ValueError(
-            f"rows_per_peer={rows} is less than one row for each of {slots} slots: "
-            "raise Dispatch.rows_per_peer or Dispatch.buffer_factor, or use "
+            f"rows_per_device={layout.rows_per_device} is less than one row from each "
+            f"of {sources} sources to each slot: raise Dispatch.buffer_factor, or use "
             "Dispatch.exchange = 'exact'"
+        )
+    if layout.has_levels and layout.transport != "hierarchical":
+        raise ValueError(
+            f"num_nodes={layout.num_nodes} sends rows in two levels: use "
+            f"transport='hierarchical', not '{layout.transport}'"
         )
     if layout.transport == "local" and layout.num_senders > layout.domain_size:
         raise ValueError(
@@ -738,22 +838,3 @@ def _check_buffers(layout: Layout) -> None:
             f"{group_name(layout.axes)} is only one: use Dispatch.group = 'dc_expert' "
             "or 'data_expert', or transport='padded'"
         )
-
-
-def _check_home_chunks(layout: Layout) -> None:
-    """Check that buffers for the rows that stay are of use, and that rows have one
-    sender each."""
-    chunks = layout.home_chunks
-    if chunks < 1:
-        raise ValueError(f"home_chunks={chunks} must be at least 1")
-    if chunks == 1:
-        return
-    why = ""
-    if layout.tensor is not None:
-        why = f"schedule='{layout.tensor.schedule}' cuts and copies what a device sends"
-    elif layout.exchange == "capacity":
-        why = "exchange='capacity' keeps as few rows on a device as it sends to another"
-    elif layout.num_devices == layout.domain_size:
-        why = "rows of a single device or domain all stay, in one buffer"
-    if why:
-        raise ValueError(f"home_chunks={chunks} must be 1 here: {why}")

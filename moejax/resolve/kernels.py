@@ -124,7 +124,7 @@ def _grouped_dot(cfg: Config, layout: Layout) -> Choice[str]:
     if choice.value != "hopper":
         return dataclasses.replace(choice, why=choice.why + _without_hopper(layout))
     view = layout.exchanged.topped_up
-    num_rows = view.num_sorted_rows(view.rows_per_peer)
+    num_rows = view.num_sorted_rows(view.rows_per_device)
     shape = ProductShape(num_rows, d, f, view.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)

@@ -22,13 +22,7 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan import shadowing, top_up
 from moejax.plan.layout import GATHERED_ONCE, MAX_SLACK, Layout, Overflow, Store
 from moejax.resolve.kernels import product_widths
-from moejax.resolve.partition import Partition, micro_batch_tokens
-
-SHADOWING = ("fastermoe", "prophet")
-"""Policies that copy hot experts to all devices, so that most rows stay where they
-are."""
-ALL_CHUNKS = 2**16
-"""More buffers for rows that stay than any device fills (Layout.home)."""
+from moejax.resolve.partition import Partition, group_sizes, micro_batch_tokens
 
 
 def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> Layout:
@@ -36,9 +30,10 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
     layout = Layout.home(
         cfg.moe.num_experts,
         partition.num_owners,
-        _source_rows(cfg, partition),
-        cfg.dispatch.rows_per_peer,
+        _source_choices(cfg, partition),
         cfg.dispatch.buffer_factor,
+        top_k=cfg.moe.top_k,
+        num_nodes=_num_nodes(cfg, partition, cfg.dispatch.transport),
         transport=cfg.dispatch.transport,
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
@@ -63,7 +58,7 @@ def with_aligned_slots(
     if layout.kernels == "plain" or cfg.router.training == "dense":
         return layout
     view, is_fp8 = layout.exchanged.topped_up, layout.fp8 != "none"
-    num_rows = view.num_sorted_rows(view.rows_per_peer)
+    num_rows = view.num_sorted_rows(view.rows_per_device)
     align_rows = align_rows_for(num_rows, view.slots_per_device)
     dtype, widths = cfg.model.compute_dtype, product_widths(cfg, layout)
     with devices_of(mesh):
@@ -82,8 +77,8 @@ def choose_overflow(
     """
     if cfg.router.training == "dense":
         return Choice("rounds", "Router.training='dense' exchanges no rows")
-    rows = -(-_source_rows(cfg, partition) // layout.num_exchanges)
-    if not layout.with_rounds.has_loops(rows):
+    choices = -(-_source_choices(cfg, partition) // layout.num_exchanges)
+    if not layout.with_rounds.has_loops(choices):
         why = "round 0 carries every row"
         if cfg.dispatch.exchange == "capacity":
             why = "Dispatch.exchange='capacity' drops the rest"
@@ -103,8 +98,17 @@ def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
         return device_here().platform == "cpu"
 
 
-def _source_rows(cfg: Config, partition: Partition) -> int:
-    """Return the number of rows that one source makes in a micro-batch."""
+def _num_nodes(cfg: Config, partition: Partition, transport: str) -> int:
+    """Return the number of nodes to which rows travel first: 1 but for a hierarchical
+    transport, and where a tensor axis orders the collectives."""
+    if transport != "hierarchical" or partition.tensor is not None:
+        return 1
+    return next(iter(group_sizes(cfg).values()))
+
+
+def _source_choices(cfg: Config, partition: Partition) -> int:
+    """Return the number of choices that the tokens of one source make in a
+    micro-batch."""
     return partition.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k
 
 
@@ -139,6 +143,8 @@ def exact_layout(
         partition.num_owners,
         partition.source_tokens(tokens_per_device) * cfg.moe.top_k,
         buffer_factor=cfg.dispatch.buffer_factor,
+        top_k=cfg.moe.top_k,
+        num_nodes=_num_nodes(cfg, partition, transport),
         transport=transport,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
@@ -229,16 +235,6 @@ def _store_sizes(
     return slots, min(offers, own), copies
 
 
-def _home_chunks(cfg: Config, partition: Partition) -> int:
-    """Return the number of buffers for the rows that stay on their device: as many as
-    hold all of them where hot experts have copies on all devices, else one
-    (docs/decisions/0031-home-chunks.md)."""
-    has_shadows = cfg.balance.policy in SHADOWING or cfg.dispatch.split == "shadow"
-    is_alone = partition.num_owners == partition.domain_size
-    is_cut = partition.tensor is not None or cfg.dispatch.exchange == "capacity"
-    return ALL_CHUNKS if has_shadows and not (is_alone or is_cut) else 1
-
-
 def with_shadow_prices(layout: Layout, cost: CostModel) -> Layout:
     """Return the layout of split 'shadow' with the price of a copy and the toll of the
     exchange by FasterMoE's Eq. 7 and 8, in rows of compute; others as they are.
@@ -316,7 +312,6 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
         "store": store,
         "split": split,
         **(_top_up_fields(cfg, own) if split == "top_up" else {}),
-        "home_chunks": _home_chunks(cfg, partition),
         "offers_per_device": offers,
         "copies_per_device": copies,
         "gather": dispatch.gather or "layer",

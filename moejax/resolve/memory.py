@@ -132,8 +132,8 @@ class _Sizes:
     workspace: int
     """Largest workspace of a call of 'cudnn'."""
     routes: int
-    """Routing tables that a layer keeps: for each choice of a token a gate, a place and
-    a peer."""
+    """Routing tables that a layer keeps: for each choice of a token a gate, a slot and
+    the number of its row."""
 
     @classmethod
     def of(cls, cfg: Config, layout: Layout, attention: str) -> "_Sizes":
@@ -143,9 +143,8 @@ class _Sizes:
         b //= cfg.mesh.num_batch_shards
         view = layout.exchanged.topped_up
         shards = 1 if layout.is_local else cfg.expert_shards
-        m = view.num_sorted_rows(view.rows_per_peer)
-        received = view.num_chunks * view.rows_per_peer // view.num_windows
-        received = m if view.num_senders == 1 else received
+        m = view.num_sorted_rows(view.rows_per_device)
+        received = view.num_received_rows
         m *= view.num_exchanges  # those of one half are alive beside the other's
         received *= view.num_exchanges
         f = moe.d_expert // shards
@@ -253,7 +252,7 @@ def _kept(cfg: Config, sizes: _Sizes) -> float:
     num_inputs = min(num_layers, 1) if cfg.model.remat == "offload" else num_layers
     kept = num_inputs * sizes.hidden + num_moe * sizes.routes
     if cfg.model.remat == "dispatch":
-        kept += 2 * num_moe * sizes.received_row  # to experts, and their results
+        kept += num_moe * (sizes.received_row + sizes.row)  # to experts, and results
     if cfg.model.remat == "none":
         kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads)
         kept += num_layers * (sizes.softmax_sums + sizes.scores)

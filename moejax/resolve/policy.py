@@ -227,9 +227,9 @@ def _best(
     """Return the candidate to take, of those with modelled times."""
 
     def place(name: Candidate) -> tuple[bool, int, float]:
-        # Rows that stay at copies take later rounds where they have one chunk at home.
+        # Rows that stay at copies take later rounds where a buffer holds them.
         stays = POLICIES[name.policy].split == "local_first"
-        has_room = layouts[name].home_chunks > 1
+        has_room = layouts[name].keeps_home_rows
         return stays and not has_room, RACE.index(name.policy), sec[name]
 
     least_sec = min(sec.values())

@@ -94,14 +94,13 @@ class Resolved:
 
     @property
     def filled_rows(self) -> float:
-        """Share of the rows of round 0's buffers that hold tokens, if the load is
-        even."""
+        """Share of the rows that a device can compute in round 0 which it does, if the
+        load is even."""
         tokens = micro_batch_tokens(self.cfg)
-        rows = self.partition.source_tokens(tokens) * self.cfg.moe.top_k
+        choices = self.partition.source_tokens(tokens) * self.cfg.moe.top_k
         view = self.layout.exchanged
-        chunks = view.num_devices + view.home_chunks - 1
-        room = view.num_exchanges * chunks * view.rows_per_peer
-        return min(1.0, rows / room)
+        room = view.num_exchanges * view.rows_per_device * view.num_devices
+        return min(1.0, view.num_sources * choices / room)
 
     def home_plan(self, layout: Layout | None = None) -> ExpertPlan:
         """Return the plan with every expert at its owner, for the step's layout or

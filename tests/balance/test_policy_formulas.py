@@ -200,6 +200,7 @@ def test_flexmoe_prices_a_plan_as_the_cost_model_does(store, monkeypatch):
         return states[-1]
 
     monkeypatch.setattr(flexmoe, "start", watched)
+    monkeypatch.setattr("moejax.perf.cost_model.CARD_BYTES", 0)  # not in Eq. 5
     layout = three(3, store=store)
     cheap = dataclasses.replace(COST, bytes_per_expert=0.1)
     load_we = np.array([[30.0, 2, 1], [20, 1, 0], [10, 3, 5]])

@@ -130,7 +130,7 @@ def test_the_run_says_what_it_takes_and_why():
     ("options", "align_rows"),
     [
         ({}, 128),
-        ({"rows_per_peer": 32}, 64),  # 4 devices send 128 rows to 2 slots
+        ({"buffer_factor": 0.02}, 64),
         ({"kernels": "plain"}, 1),
         ({"d_expert": 100}, 1),  # the kernels decline this width
     ],
@@ -152,17 +152,17 @@ def test_plain_kernels_on_any_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_devices", "rows_per_peer", "expected"),
-    # Forward: rows to experts, two products, and rows back. Backward: combine, the
+    ("num_devices", "factor", "expected"),
+    # Forward: rows to experts, two products, and their sum. Backward: combine, the
     # activation's gradient, that of x, those of two weights, and gather.
-    [(1, None, 4 + 6),
-    # With peers, a window also sorts the rows that arrive, and sorts them back. Round 0
-    # has 6 + 8, and so have later rounds, of 16 rows for each of four peers: these fill
-    # a tile. Their 6 run in the forward loop, and again in the backward loop.
-     pytest.param(4, 64, 6 + 8 + 6 + 6 + 8, marks=pytest.mark.long)],
+    [(1, 1.0, 4 + 6),
+    # With peers, rows are also packed for them, and sums added up. Round 0 has 6 + 8,
+    # and so have later rounds. Their 6 run in the forward loop, and again in the
+    # backward loop.
+     pytest.param(4, 2.0, 6 + 8 + 6 + 6 + 8, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_the_layer_is_lowered_with_the_kernels_of_its_device(
-    monkeypatch, num_devices, rows_per_peer, expected
+    monkeypatch, num_devices, factor, expected
 ):
     """On H200s the layer has Hopper kernels, but none with kernels='plain'. The tiles
     are small, which lower faster than those of the rule."""
@@ -170,7 +170,7 @@ def test_the_layer_is_lowered_with_the_kernels_of_its_device(
     wgrad = Tiles(128, 128, stages=3, chunk=64)
     choose = lambda which, *_: wgrad if which == "wgrad" else low  # noqa: E731
     monkeypatch.setattr(kernels, "tiles_for", choose)
-    sizes = {"rows_per_peer": rows_per_peer, "align_rows": 64}
+    sizes = {"buffer_factor": factor, "top_k": TOP_K, "align_rows": 64}
     layout = Layout.home(EXPERTS, num_devices, TOKENS * TOP_K, **sizes)
     assert num_kernels(layout) == expected
     assert num_kernels(dataclasses.replace(layout, kernels="plain")) == 0

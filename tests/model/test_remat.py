@@ -39,7 +39,7 @@ SMALL = Config(
         head_dim=8, d_ff=16, compute_dtype="float32",
     ),
     moe=Moe(num_experts=E, top_k=K, d_expert=8),
-    dispatch=Dispatch(rows_per_peer=3),
+    dispatch=Dispatch(buffer_factor=0.4),
     data=Data(seq_len=T),
     train=Train(batch_size=B, loss_chunk=T),
 )  # fmt: skip
@@ -86,7 +86,7 @@ def counts(cfg, remat):
     for eqn, _ in equations(gradient(cfg, remat)):
         name, operand = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
         occurrences[name] += 1
-        if name == "sort" and operand.size == NUM_ASSIGNMENTS:
+        if name == "sort" and operand.shape == (NUM_ASSIGNMENTS,):
             occurrences["sort of all choices"] += 1
         if name.startswith("all_gather") and operand.dtype == jnp.int32:
             is_tokens = eqn.params["tiled"]  # which the embedding gathers
@@ -102,7 +102,7 @@ def test_routes_are_chosen_once(kind):
     assert count["top_k"] == {"sigmoid, groups": 3, "recorded": 0}.get(kind, 1)
     assert count["random_bits"] == (kind == "recorded")
     assert count["sort of all choices"] == 1
-    assert count["all_gather of counts"] == 1
+    assert count["all_gather of counts"] == 2
 
 
 @pytest.mark.slow
@@ -110,15 +110,16 @@ def test_exchanges():
     """The policy 'dispatch' repeats no exchange, and no policy runs the loop of later
     rounds again.
 
-    Round 0 has 2 forward and 2 of gradients. Later rounds have 2 forward; their
-    backward loop dispatches again, and has 2 and 2. 'full' repeats only the two of
-    round 0.
+    Round 0 has 3 forward, of rows, cards and results, and 3 of gradients. Later rounds
+    have 3 forward; their backward loop dispatches again, and has 3 and 3. 'full'
+    repeats only rows and cards of round 0: the backward pass does not read results that
+    came back.
 
     The policies do repeat matrix products, so that the test can tell them apart.
     """
     by_policy = [counts(SMALL, remat) for remat in POLICIES]
-    assert [count["all_to_all"] for count in by_policy] == [10, 10, 12]
-    assert [count["all_gather of counts"] for count in by_policy] == [1, 1, 1]
+    assert [count["all_to_all"] for count in by_policy] == [15, 15, 17]
+    assert [count["all_gather of counts"] for count in by_policy] == [2, 2, 2]
     dots = [count["dot_general"] for count in by_policy]
     assert dots[0] < dots[1] < dots[2]
 

@@ -17,7 +17,7 @@ SMALL = Config(
         head_dim=8, d_ff=24, remat="dispatch",
     ),
     moe=Moe(num_experts=4, top_k=2, d_expert=8, num_shared_experts=1),
-    dispatch=Dispatch(rows_per_peer=3),
+    dispatch=Dispatch(buffer_factor=0.4),
     data=Data(seq_len=4),
     train=Train(batch_size=8, loss_chunk=4),
 )  # fmt: skip

@@ -39,7 +39,7 @@ SHORTCUT = Config(
     ),
     moe=Moe(num_experts=4, top_k=1, d_expert=8, num_shared_experts=1),
     router=Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False),
-    dispatch=Dispatch(rows_per_peer=3),
+    dispatch=Dispatch(buffer_factor=0.4),
     data=DATA,
     train=TRAIN,
 )  # fmt: skip

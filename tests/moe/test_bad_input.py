@@ -20,7 +20,7 @@ from train.step.state import abstract_state
 
 PLAIN = Topology(dc=2, expert=4)
 TENSOR = Topology(dc=2, expert=2, tensor=2)
-ALL_SHARED = {"group": "dc_expert", "domain": (2, 2), "rows_per_peer": 4}
+ALL_SHARED = {"group": "dc_expert", "domain": (2, 2), "buffer_factor": 0.4}
 
 
 def densely(**parts):

@@ -30,6 +30,7 @@ from tests.support.layers import (
     MOE,
     SCHEDULED,
     SEQ,
+    SMALL,
     TOP_K,
     Layer,
     check,
@@ -43,10 +44,6 @@ from tests.support.random_plans import odd_plans, random_plan
 
 FULL, DISPATCH = (route.ROUTES,), (route.ROUTES, dispatch.ROWS)
 """Arrays that Model.remat = 'full' and 'dispatch' save."""
-SMALL = {"rows_per_peer": 2}
-"""Buffers so small that later rounds run."""
-FEW_ROWS = 8
-"""Buffers of at most so many rows a peer need later rounds here; others hold all."""
 COPIES = {"slots_per_device": 6}
 SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
@@ -62,6 +59,8 @@ class Case(NamedTuple):
     """Whether plans are odd and random ones. Otherwise each expert is at home, and then
     at a random owner."""
     dtype: str = "float32"
+    has_rounds: bool = False
+    """Whether buffers are SMALL. Others hold all rows."""
 
 
 def grouped(mesh: str, axes, store: str, k: int = TOP_K, router=None, **fields) -> Case:
@@ -69,11 +68,14 @@ def grouped(mesh: str, axes, store: str, k: int = TOP_K, router=None, **fields) 
     any."""
     saved = fields.pop("saved", ())
     choices = fields.pop("choices", ("empty", "one_hot"))
-    layout = layer_layout(MESHES[mesh], store, axes, **fields)
+    layout = layer_layout(MESHES[mesh], store, axes, k, **fields)
     moe = dataclasses.replace(MOE, top_k=k)
     router = router or Router(normalise_gates=k > 1)  # one normalised gate is constant
     make = functools.partial(make_layer, MESHES[mesh], layout, moe, router, saved=saved)
-    return Case(lambda dtype: make(dtype=dtype), choices, store != "owned")
+    is_small = fields.items() >= SMALL.items()
+    return Case(
+        lambda dtype: make(dtype=dtype), choices, store != "owned", has_rounds=is_small
+    )
 
 
 def scheduled(*sizes_and_schedule, saved=(), dtype="float32", align_rows=1, **changes):
@@ -82,28 +84,32 @@ def scheduled(*sizes_and_schedule, saved=(), dtype="float32", align_rows=1, **ch
     make = functools.partial(layer_of, cfg, saved=saved, align_rows=align_rows)
     skews = ("zipf", "one_hot") if dtype == "float32" else ("zipf",)
     has_replicas = "store" in changes
-    return Case(make, skews, has_replicas, dtype)
+    return Case(
+        make, skews, has_replicas, dtype, not changes.items() >= ALL_ROWS.items()
+    )
 
 
 def in_domain(mesh: Topology, shared: tuple[int, int], align_rows=1, **changes) -> Case:
     """Return a case with a domain, and with buffers so small that later rounds run
     between domains."""
-    fields = {"group": "dc_expert", "domain": shared, "rows_per_peer": 4} | changes
+    fields = {"group": "dc_expert", "domain": shared, **SMALL} | changes
     make = functools.partial(layer_of, config(mesh, **fields), align_rows=align_rows)
     is_static = "split" not in changes or changes["split"] not in REPLICATING_SPLITS
-    return Case(make, has_replicas="store" in changes and is_static)
+    has_replicas = "store" in changes and is_static
+    is_small = fields.items() >= SMALL.items()
+    return Case(make, has_replicas=has_replicas, has_rounds=is_small)
 
 
 def densely(mesh: Topology, router=None, **fields) -> Case:
     """Return a case of dense training, in which every expert computes every token."""
     router = router or Router(kind="sigmoid", training="dense", jitter=0.1)
-    cfg = config(mesh, router=router, rows_per_peer=64, **fields)
+    cfg = config(mesh, router=router, **fields)
     return Case(functools.partial(layer_of, cfg), choices=(None,))
 
 
 def on_one_device(k: int, **fields) -> Case:
     """Return a case of one device."""
-    layout = Layout.home(EXPERTS, 1, BATCH * SEQ * k, **fields)
+    layout = Layout.home(EXPERTS, 1, BATCH * SEQ * k, top_k=k, **fields)
     moe = dataclasses.replace(MOE, top_k=k)
     make = functools.partial(make_layer, Topology(), layout, moe, saved=FULL)
     return Case(lambda dtype: make(dtype=dtype))
@@ -114,12 +120,14 @@ DATA = Topology(dc=2, data=2, expert=2)
 TENSOR = Topology(dc=2, expert=2, tensor=2)
 HIERARCHICAL = {"transport": "hierarchical"}
 ALIGNED = {"align_rows": 64}
-CHUNKS = {"split": "local_first", "home_chunks": 3}
 EIGHT, FOUR, TWO, DCS = MESHES
 QUICK = {
     "one device, four choices, aligned, remat": on_one_device(4, align_rows=64),
-    "one choice, chunks at home, aligned, rounds": grouped(
-        EIGHT, ALONE, "transient", 1, **CHUNKS, **ALIGNED, **SMALL,
+    "one choice, local first, aligned, rounds": grouped(
+        EIGHT, ALONE, "transient", 1, split="local_first", **ALIGNED, **SMALL,
+    ),
+    "two levels, four choices, replicas, rounds": in_domain(
+        PLAIN, (1, 1), top_k=4, store="transient", slots_per_device=4, **HIERARCHICAL,
     ),
     "s1, halves": scheduled(2, 4, 4, "s1", halves=True, **ALL_ROWS),
     "s1h, replicas, shards over owners, whole slots, remat, rounds": scheduled(
@@ -251,4 +259,4 @@ def test_layer_equals_the_reference(name, request):
                 if layout.tensor is None:  # own experts, all tokens of the group
                     rows = BATCH * SEQ * EXPERTS // layer.topology.num_devices
                     assert sums.rows[0] == rows
-    assert (max(rounds) > 1) == (layout.rows_per_peer <= FEW_ROWS)
+    assert (max(rounds) > 1) == case.has_rounds

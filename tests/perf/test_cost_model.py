@@ -19,7 +19,13 @@ COST = CostModel(
     flops_per_row=10, bytes_per_row=2, bytes_per_expert=40, bytes_per_move=120,
     flops_per_sec=100, bytes_per_sec=4,
 )  # fmt: skip
-PAIR_WW = np.array([[5.0, 1, 2], [3, 7, 0], [4, 4, 1]])
+PAIR_WW = np.array([[5.0, 1, 2], [3, 9, 0], [4, 4, 1]])
+
+
+@pytest.fixture(autouse=True)
+def no_cards(monkeypatch):
+    """Cards would outweigh rows of two bytes (tests/resolve/test_sent_bytes.py)."""
+    monkeypatch.setattr("moejax.perf.cost_model.CARD_BYTES", 0)
 
 
 def make_layout(store="owned", slots=2, transport="ragged", **kwargs) -> Layout:
@@ -40,9 +46,12 @@ ONE_SEC = 40 / 4 * 2 / 3
     [
         # Devices send 3, 3 and 8 rows to others and receive 7, 5 and 2.
         (make_layout(), {}, 8 * 0.5),
-        # The fullest pair has 7 rows: 3 in round 0, then ceil(3 / 4) = 1 in 4 rounds.
-        (make_layout(), {"latency_sec": 0.25}, 8 * 0.5 + 5 * 0.25),
-        (PADDED, {"latency_sec": 0.25}, 2 * (3 + 4) * 0.5 + 5 * 0.25),
+        # The fullest pair has 9 rows: 3 in round 0, then 1 in each of 6 rounds.
+        (make_layout(), {"latency_sec": 0.25}, 8 * 0.5 + 7 * 0.25),
+        (PADDED, {"latency_sec": 0.25}, 2 * (3 + 6) * 0.5 + 7 * 0.25),
+        # With another split it is in no buffer, but a device can compute 9 rows:
+        # 4 of 9, and later the other 5 in rounds of ceil(9 / 4 / 3) = 1.
+        (make_layout(split="local_first"), {"latency_sec": 0.25}, 8 * 0.5 + 6 * 0.25),
         (dataclasses.replace(PADDED, exchange="capacity"), {"latency_sec": 0.25},
          2 * 3 * 0.5 + 0.25),
         # At most one row per pair and micro-batch: it fits into round 0 of each.
@@ -52,7 +61,7 @@ ONE_SEC = 40 / 4 * 2 / 3
 )  # fmt: skip
 def test_wires_by_transport(layout, changes, seconds):
     """Ragged rows take the most sent or received off a device, and padded ones whole
-    buffers. The fullest pair decides the rounds."""
+    buffers. The pair with most rows left decides the rounds."""
     cost = dataclasses.replace(COST, **changes)
     assert cost.rows_sec(PAIR_WW, layout) == pytest.approx(4 * seconds)
     if layout.exchange == "exact" and layout.transport == "padded":
@@ -69,7 +78,7 @@ def test_counted_rows_give_the_time_of_the_load(micro_batches):
         COST, latency_sec=0.25, micro_batches=micro_batches, other_sec=0.5, remat="full"
     )
     rng = np.random.default_rng(2)
-    layout = dataclasses.replace(FETCHED, transport="padded")
+    layout = dataclasses.replace(FETCHED, transport="padded", rows_per_device=1000)
     plan = ExpertPlan.home_in(layout, 2)
     load_lwe = rng.poisson(40, (2, 3, 6)).astype(float) * micro_batches
     rows = [

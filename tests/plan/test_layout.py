@@ -35,17 +35,23 @@ def test_a_topology_counts_devices_and_batch_shards():
         (4, 129, {"buffer_factor": 1.0}, 40),
         (4, 5, {}, 5),  # a device has at most 5 rows for any peer
         (4, 100, {"halves": True}, 24),  # 18.75 in each half
-        (4, 100, {"rows_per_peer": 3}, 3),  # as it is given
-        (4, 100, {"rows_per_peer": 1000}, 100),
+        (4, 100, {"buffer_factor": 1e9}, 100),
+        (4, 1024, {"top_k": 8}, 128),  # 8 of 8 experts: each token once to each device
+        (4, 1024, {"top_k": 2}, 360),  # a quarter of 512 tokens twice, 11 / 28 once
+        (4, 96, {"num_nodes": 2, "transport": "hierarchical"}, 80),  # of two sources
         (1, 100, {}, 100),  # a device knows what it sends itself
         (4, 100, {"domain": Domain((4,), (2,))}, 80),  # 75 for the other domain
     ],
 )
 def test_rows_per_peer_at_home(num_devices, assignments, fields, rows):
     """One device has nobody to send to, whatever transport is asked for."""
-    layout = Layout.home(8, num_devices, assignments, transport="padded", **fields)
+    fields = {"transport": "padded"} | fields
+    if "num_nodes" in fields:
+        fields["axes"] = ("dc", "expert")
+    layout = Layout.home(8, num_devices, assignments, **fields)
     assert layout.rows_per_peer == rows
-    assert layout.transport == ("local" if num_devices == 1 else "padded")
+    transport = fields.get("transport", "padded")
+    assert layout.transport == ("local" if num_devices == 1 else transport)
     assert (layout.slots_per_device, layout.num_slots) == (8 // num_devices, 8)
 
 
@@ -74,16 +80,6 @@ def test_sizes_by_schedule(tensor, inner, parts, gathered, windows, senders, sou
     assert (tensor.num_senders(4), tensor.num_sources(4)) == (senders, sources)
 
 
-def test_chunks_at_home_hold_all_rows_of_a_device_and_no_more():
-    sizes = {"rows_per_peer": 30, "split": "local_first"}
-    chunks = [Layout.home(8, 4, 100, home_chunks=n, **sizes) for n in (1, 3, 9)]
-    assert [layout.home_chunks for layout in chunks] == [1, 3, 4]
-    assert [layout.num_chunks for layout in chunks] == [4, 6, 7]
-    assert [layout.home_rows for layout in chunks] == [30, 90, 120]
-    assert chunks[-1].num_sorted_rows(30) == 210
-    assert Layout.home(8, 1, 100, home_chunks=9).home_chunks == 1
-
-
 @pytest.mark.parametrize(
     ("rows", "groups", "multiple", "expected"),
     [(300, 3, 128, 640), (300, 3, 1, 300), (2, 3, 64, 128), (0, 3, 64, 0)],
@@ -97,14 +93,26 @@ def test_aligned_rows_are_the_most_that_groups_can_take(
 
 
 @pytest.mark.parametrize(
-    ("rows_per_peer", "per_round", "per_slot"),
-    [(64, 16, 21), (10, 3, 3), (4, 1, 1), (1, 1, 1)],
+    ("fields", "per_round", "per_slot"),
+    [
+        ({"rows_per_device": 64}, 8, 10),
+        ({"rows_per_device": 10}, 2, 1),
+        ({"rows_per_device": 64, "top_k": 4}, 3, 10),  # a row has 3 slots at most
+        ({"rows_per_device": 400}, 10, 66),  # no more than in round 0
+    ],
 )
-def test_rounds_and_capacity_follow_from_rows_per_peer(
-    rows_per_peer, per_round, per_slot
-):
-    layout = changed(rows_per_peer=rows_per_peer)
+def test_rounds_and_capacity_follow_from_rows_per_device(fields, per_round, per_slot):
+    layout = changed(**fields)
     assert (layout.rows_per_round, layout.rows_per_slot) == (per_round, per_slot)
+    assert layout.computed_per_round == 2 * per_round * layout.max_choices
+
+
+def test_buffers_hold_what_round_0_needs_of_devices():
+    """Of 1024 choices of each of 4 sources for 8 experts a device has a quarter."""
+    sizes = {"transport": "padded", "top_k": 2}
+    assert Layout.home(8, 4, 1024, **sizes).rows_per_device == 1536
+    assert Layout.home(8, 4, 1024, 1e9, **sizes).rows_per_device == 4 * 512 * 2
+    assert Layout(8, 4, 2, 16, top_k=4).rows_per_device == 4 * 16 * 2
 
 
 def test_a_step_has_loops_where_the_buffer_may_not_carry_all_rows():
@@ -147,16 +155,12 @@ def test_a_step_has_loops_where_the_buffer_may_not_carry_all_rows():
         (lambda: changed(fp8="e3m4"), "fp8='e3m4' must be 'none', 'e4m3' or 'e5m2'"),
         (lambda: changed(kernels="fast"), "kernels='fast' must be"),
         (lambda: changed(align_rows=96), "align_rows=96 must be 1, 64 or 128"),
-        (lambda: changed(rows_per_peer=2, exchange="capacity"),
-         "rows_per_peer=2 is less than one row for each of 3 slots"),
+        (lambda: changed(rows_per_device=5, exchange="capacity"),
+         "rows_per_device=5 is less than one row from each of 2 sources"),
+        (lambda: Layout(8, 4, 2, 8, num_nodes=2), "num_nodes=2 sends rows in two"),
         (lambda: changed(exchange="capacity", overflow="redo"), "overflow='redo'"),
-        (lambda: changed(home_chunks=0), "home_chunks=0 must be at least 1"),
-        (lambda: changed(home_chunks=2, exchange="capacity"), "must be 1 here"),
-        (lambda: Layout(4, 1, 4, 8, "local", home_chunks=2), "a single device"),
-        (lambda: Layout(8, 4, 2, 16, tensor=Tensor("s1h", 2, 2), home_chunks=2),
-         "cuts and copies what a device sends"),
         (lambda: Layout(4, 2, 2, 8, domain=Domain((4,), (2,))), "axis sizes"),
-        (lambda: Layout(4, 2, 2, 8, "ragged", tensor=Tensor("s2", 2, 2)),
+        (lambda: Layout(4, 2, 2, 8, transport="ragged", tensor=Tensor("s2", 2, 2)),
          "transport='ragged' works with"),
         (lambda: Layout(4, 2, 2, 9, tensor=Tensor("s2", 2, 2)), "use a multiple of 2"),
         (lambda: Layout(4, 2, 2, 8, axes=("tensor",), tensor=Tensor("local", 2, 1)),

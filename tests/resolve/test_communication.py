@@ -20,7 +20,7 @@ CHOICES = {
     "group": ["expert", "data_expert", "dc_expert"],
     "split": [None, None, "local_first", "water_filling", "dynamic"],
     "store": [None, None, "owned", "transient", "sharded"],
-    "rows_per_peer": [None, None, 7],
+    "buffer_factor": [1.5, 1.5, 0.3],
 }
 
 

@@ -11,6 +11,7 @@ from moejax.config import Balance, Config, Dispatch, Model, Moe, Recorded, Route
 from moejax.perf.calibration import Calibration
 from moejax.perf.target import load
 from moejax.plan.layout import Layout, Topology
+from moejax.plan.parallel import Tensor
 from moejax.resolve import policy
 from moejax.resolve.resolved import Resolved, resolve
 from tests.support.calibrations import KINDS, line
@@ -68,8 +69,10 @@ def test_of_equal_times_the_race_decides_and_shadows_need_room():
     home = policy.Candidate("home", "owned")
     names = ("prophet", "fastermoe", "smartmoe")
     sec = {policy.Candidate(name, "transient"): 1.0 for name in names} | {home: 2.0}
-    for home_chunks, expected in ((2, "fastermoe"), (1, "smartmoe")):
-        layouts = dict.fromkeys(sec, Layout(8, 4, 2, 8, home_chunks=home_chunks))
+    for tensor, expected in ((None, "fastermoe"), (Tensor("s1h", 2, 2), "smartmoe")):
+        layouts = dict.fromkeys(
+            sec, Layout(8, 4, 2, 8, split="local_first", tensor=tensor)
+        )
         assert policy._best(sec, home, layouts).policy == expected
     assert policy._best(sec | {home: 1.04}, home, layouts) == home
 

@@ -83,7 +83,7 @@ def test_attention_of_this_machine(seq_len, expected):
         ({}, "redo"),
         ({"overflow": "rounds"}, "rounds"),
         ({"exchange": "capacity"}, "rounds"),
-        ({"rows_per_peer": 10**6}, "rounds"),  # round 0 carries every row
+        ({"buffer_factor": 1e6}, "rounds"),  # round 0 carries every row
     ],
 )
 def test_steps_have_no_loops_on_gpus(dispatch, overflow):

@@ -56,9 +56,13 @@ def test_bytes_are_the_cost_models_times(dispatch, remat):
     cfg, layout, cost = make(remat=remat, **dispatch)
     found = sent_bytes(cfg, cost, layout)
     w, layers = layout.num_devices, cfg.model.num_moe_layers
-    pair_ww = [[layout.rows_per_peer * cost.micro_batches] * w] * w
-    rows_sec = cost.rows_sec(np.array(pair_ww), layout)
-    assert_close(total(found, "rows"), layers * rows_sec * cost.bytes_per_sec)
+    rows_sec = cost.rows_sec(np.zeros((w, w)), layout)
+    assert_close(total(found, "rows", "cards"), layers * rows_sec * cost.bytes_per_sec)
+    num_rows = w * layout.rows_per_peer * (1 - 1 / w) * cost.micro_batches * layers
+    passes = cost.num_exchanged / 2
+    assert_close(total(found, "rows"), 2 * passes * num_rows * cost.bytes_per_row)
+    # A gate and a slot, 4 bytes each, for each of two choices: once a pass.
+    assert_close(total(found, "cards"), passes * num_rows * 16)
     sync_sec = cost.sync_sec(layout)
     moved = total(found, "weights", "gradients", "experts")
     assert_close(moved, layers * sync_sec * cost.bytes_per_sec)
@@ -68,17 +72,18 @@ def test_ragged_rows_are_those_of_an_even_load():
     cfg, layout, cost = make(transport="ragged")
     (rows,) = [x for n, x in sent_bytes(cfg, cost, layout).items() if "rows" in n]
     tokens = 16 * cfg.data.seq_len
-    even = tokens * 2 / 8 * (1 - 1 / 4) * cost.bytes_per_row
-    assert_close(rows, 4 * 2 * even)
+    share = 1 - 6 * 5 / (8 * 7)  # tokens with one of their two experts on a device
+    assert_close(rows, 4 * 2 * tokens / 8 * share * 3 * cost.bytes_per_row)
 
 
 def test_hierarchical_rows_travel_on_each_axis():
     mesh = Topology(dc=2, expert=4)
     cfg, layout, cost = make(mesh, group="dc_expert", transport="hierarchical")
     found = sent_bytes(cfg, cost, layout)
-    buffers = 8 * layout.rows_per_peer * cost.bytes_per_row
-    assert_close(found["all_to_all dc rows"], 4 * 2 * 2 * buffers / 2)
-    assert_close(found["all_to_all expert rows"], 4 * 2 * 2 * buffers * 3 / 4)
+    far, near = (4 * 2 * 2 * n * cost.bytes_per_row
+                 for n in (layout.rows_per_node, 3 * layout.rows_per_peer))  # fmt: skip
+    assert_close(found["all_to_all dc rows"], far)
+    assert_close(found["all_to_all expert rows"], near)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def make_config(by_part: dict[str, dict[str, Any]]) -> Config:
     parts["model"] = dataclasses.replace(parts["model"], compute_dtype="float32")
     return Config(
         **parts,
-        dispatch=Dispatch(rows_per_peer=B * T * parts["moe"].top_k),
+        dispatch=Dispatch(buffer_factor=1e3),
         data=Data(seq_len=T),
         train=Train(batch_size=B, loss_chunk=T),
     )

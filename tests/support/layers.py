@@ -59,9 +59,11 @@ SCHEDULED = [
     if name != "local" or 1 < sizes[0] == sizes[1]
 ]
 """Every schedule at every size that it can have."""
-ALL_ROWS = {"rows_per_peer": 4 * BATCH * SEQ * TOP_K}
-"""Buffers so large that round 0 holds all rows, also those that schedule 'base' sends
-several times. No later round is compiled then."""
+ALL_ROWS = {"buffer_factor": 1e3}
+"""Buffers so large that round 0 holds all rows. No later round is compiled then."""
+SMALL = {"buffer_factor": 0.4}
+"""Buffers so small that later rounds run: for some of the rows, and some of what
+devices compute."""
 QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
@@ -91,7 +93,9 @@ def split_layer(moe: Moe = MOE):
     return nnx.split(MoeLayer(moe, WIDTH, nnx.Rngs(0)), nnx.Param, ...)
 
 
-def layer_layout(topology: Topology, store: str, axes=ALONE, **changes) -> Layout:
+def layer_layout(
+    topology: Topology, store: str, axes=ALONE, top_k: int = TOP_K, **changes
+) -> Layout:
     """Return a layout with two more slots on each device than it owns experts.
 
     Store 'owned' has no such slots. The budgets admit any copies in them, and the
@@ -99,9 +103,9 @@ def layer_layout(topology: Topology, store: str, axes=ALONE, **changes) -> Layou
     """
     devices = topology.expert * (topology.data if axes == MERGED else 1)
     own = EXPERTS // devices
-    assignments = BATCH * SEQ * TOP_K // topology.num_batch_shards
+    assignments = BATCH * SEQ * top_k // topology.num_batch_shards
     slots = changes.get("slots_per_device", own + 2)
-    sizes = {"rows_per_peer": assignments, "slots_per_device": slots}
+    sizes = {"slots_per_device": slots, "top_k": top_k, **ALL_ROWS}
     if store == "owned":
         sizes |= {"slots_per_device": own}
     if store in ("transient", "resident"):
@@ -125,11 +129,11 @@ def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
     """Return a configuration with `mp` devices on the tensor axis and `esp` expert
     shards.
 
-    Buffers hold two rows per peer and device of the tensor axis, so that even loads
-    need two rounds. An expert axis of 2 gets a batch of six sequences of 8 tokens; a
+    Buffers are so small that there are several rounds. An expert
+    axis of 2 gets a batch of six sequences of 8 tokens; a
     tensor axis of 4 then cuts through sequences.
     """
-    changes = {"rows_per_peer": 2 * mp, "batch": 6 if expert == 2 else BATCH} | changes
+    changes = {**SMALL, "batch": 6 if expert == 2 else BATCH} | changes
     mesh = Topology(expert=expert, tensor=mp)
     return config(mesh, schedule=schedule, expert_shards=esp, **changes)
 

@@ -3,18 +3,18 @@
 import jax
 from jax.sharding import PartitionSpec as P
 
-from moejax.axes import BATCH_AXES, make_mesh
+from moejax.axes import BATCH_AXES
 from moejax.kernels import varying_alike
 from moejax.moe.exchange.manifest import manifest
 from moejax.moe.mesh_roles import on_mesh
 from moejax.plan.layout import Layout, Topology
-from tests.support.layers import compiled
+from tests.support.layers import build_mesh, compiled
 
 
 def make_manifest(topology: Topology, layout: Layout, tell):
     """Return run(expert_nk, placement), which makes the manifest of these choices, and
     returns `tell(sent, placement)` of each device, along a leading dim."""
-    mesh = make_mesh(topology)
+    mesh = build_mesh(topology)
     mesh_layout = on_mesh(mesh, layout).exchanged
 
     def body(expert_nk, placement):

@@ -42,7 +42,6 @@ POOLS: dict[str, tuple] = {
         "auto", (1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 4), (1, 3), (3, 1), (0, 0),
         (1, 0), (0, 2), (-1, 2), (1, 8),
     ),
-    "Dispatch.rows_per_peer": (None, 1, 2, 5, 8, 64, 10**6),
     "Dispatch.buffer_factor": (0.0, 0.01, 0.5, 1.0, 1.5, 4.0, 1e6, 1e300),
     "Dispatch.compression": (None, 0.5, 1.0, 1.5, 8.0, 1e6, 1e300),
     "Recorded.source": (

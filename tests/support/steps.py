@@ -57,7 +57,7 @@ SMALL = Config(
     ),
     # Buffers hold all rows of a peer, unless a test asks for later rounds.
     moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
-    dispatch=Dispatch(rows_per_peer=BATCH * SEQ),
+    dispatch=Dispatch(buffer_factor=1e3),
     # Switch's balance loss is off. It is the only part of the loss that differs between
     # micro-batches and one batch.
     router=Router(balance_loss=0.0, sequence_balance_loss=0.05),
@@ -162,7 +162,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "moe": {"halves": True}, "model": {"remat": "full"},
     },
     "dynamic, later rounds": {
-        "dispatch": STORES["dynamic"] | {"rows_per_peer": 4, "overflow": "rounds"},
+        "dispatch": STORES["dynamic"] | {"buffer_factor": 0.4, "overflow": "rounds"},
         "align_rows": 64,
     },
     "tensor": {
@@ -205,7 +205,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "halves": {"moe": {"halves": True}},
     "halves, later rounds": {
-        "dispatch": {"rows_per_peer": 4, "overflow": "rounds"}, "align_rows": 64,
+        "dispatch": {"buffer_factor": 0.4, "overflow": "rounds"}, "align_rows": 64,
         "moe": {"halves": True}, "model": {"remat": "none"},
     },
     "halves, gathered once": {
@@ -293,7 +293,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "train": {"accumulate_steps": 2},
     },
     "one device": {
-        "mesh": Topology(), "align_rows": 128, "dispatch": {"rows_per_peer": 256},
+        "mesh": Topology(), "align_rows": 128, "dispatch": {"buffer_factor": 1e3},
     },
 }  # fmt: skip
 """Ways to compute the step of a family: arguments of `make_case`. The step is the same

@@ -52,7 +52,8 @@ def trace_words(path) -> list:
 
 
 def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
-    """A layer takes its products thrice, and four exchanges."""
+    """A layer takes its products thrice, four exchanges of rows and two of cards, which
+    have 8 bytes a row."""
     path = write(tmp_path / "a.npz", layer=np.array([3, 9]))
     record = run_replay(capsys, *trace_words(path), "--policies", "home")
     tokens = counts().astype(float)[1:]
@@ -63,8 +64,9 @@ def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
     sent_nl, taken_nl = (others_nlww.sum(axis=x).max(axis=-1) for x in (3, 2))
     products_nl = device_nlw.max(axis=-1) * NOTES.flops_per_row / NOTES.flops_per_sec
     rows_nl = np.maximum(sent_nl, taken_nl)
-    exchange_nl = rows_nl * NOTES.bytes_per_row / NOTES.bytes_per_sec
-    msec_nl = 1e3 * (3 * products_nl + 4 * exchange_nl)
+    row_bytes = 4 * NOTES.bytes_per_row + 2 * 8
+    exchange_nl = rows_nl * row_bytes / NOTES.bytes_per_sec
+    msec_nl = 1e3 * (3 * products_nl + exchange_nl)
     home = record["policies"]["home"]
     assert set(home) == {"3", "9", "all"}
     for index, name in enumerate(("3", "9")):

@@ -17,7 +17,7 @@ from train.in_flight import InFlight
 NUM_STEPS, SAVED_EVERY = 45, 6
 REDO = (
     "Dispatch.overflow = 'redo'",
-    "Dispatch.rows_per_peer = 48",
+    "Dispatch.buffer_factor = 1.5",
     "Data.log_samples = True",
     f"Train.num_steps = {NUM_STEPS}",
     f"Checkpoint.every_steps = {SAVED_EVERY}",

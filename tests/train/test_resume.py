@@ -49,7 +49,7 @@ PLANNED = (
     "Balance.cooldown_steps = 0", "Balance.half_life_steps = 2.0",
 )  # fmt: skip
 REDO = (
-    "Dispatch.overflow = 'redo'", "Dispatch.rows_per_peer = 48",
+    "Dispatch.overflow = 'redo'", "Dispatch.buffer_factor = 1.5",
     "Data.log_samples = True", "Train.num_steps = 45", "Checkpoint.every_steps = 6",
     "Checkpoint.keep_last = 20", "Train.check_replicas_every_steps = 4",
 )  # fmt: skip

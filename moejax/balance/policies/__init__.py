@@ -143,7 +143,7 @@ def check_on_skewed_load(
     """
     if layout.store not in policy.stores:
         return
-    rng, rows = np.random.default_rng(0), layout.num_devices * layout.rows_per_peer
+    rng, rows = np.random.default_rng(0), layout.rows_per_device
     share_e = 1 / np.arange(1, layout.num_experts + 1)
     share_le = np.stack([rng.permutation(share_e) for _ in range(num_layers)])
     load_l1e = np.ceil(rows * share_le / share_e.sum())[:, None].astype(int)

@@ -1,294 +1,355 @@
-"""Dispatch and combine: one window of rows to their experts and back.
+"""One round of the exchange: tokens to the slots of their choices, and results back.
 
-    dispatch(x_nd)    send a window of rows to the slots' devices, sorted by slot there
-    combine(y_md)     send the same rows back, weight them and sum them per token
+A token crosses a link once: it makes one row for each destination that has slots of its
+choices. A *card* travels with each row: the gates of the token's choices, and their
+slots there. The receiver copies the row to each of these slots, experts compute, and
+the sum of the results, weighted with the gates, returns as one row.
 
-The manifest (moejax.moe.exchange.manifest) says how many rows each device sends to each
-slot. Each peer's rows are in slot order. A *window* is the rows start .. start + rows
-of every peer. Round 0 is one window; `moejax.moe.exchange.rounds` adds later ones until
-no rows are left.
+    token 0 chose slots 0, 2 and 3; token 1 slot 3        (2 devices, 2 slots each)
+    from device 1 to device 0:   row 0, card: slot 0
+    stays on device 1:           rows 0 and 1, slots 2 and 3, and slot 3
+    at device 1, by slot:        2: row 0    3: row 0, row 1 | rows of device 0
 
-    device 0 has rows for slots 0 0 0 1 | 2 3 3      (2 devices, 2 slots each, c = 3)
-    window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3
-    window 3..6:     to device 0: 1 - -   to device 1: - - -
-
-With Layout.home_chunks there are further chunks behind those of all devices, for rows
-that a device computes itself. No collective carries them. Device 0 with 2 chunks:
-
-    window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3   stay: 1 - -
+Levels of the way are the same function, applied to the rows that arrive: from a device
+to the nodes, and from there to the devices of a node (`Layout.has_levels`). Rows that
+are at their destination already stay out of the buffers.
 
 With Layout.align_rows the rows of each slot begin at a multiple of it where experts
-compute them. Rows between slots have no source, and are zero. With a multiple of 4:
+compute them. Rows between slots have no source, and are zero:
 
-    device 0 receives the first window of both devices:   0 0 0 | 0 1 1
-    in slot order, for its experts:                       0 0 0 0 1 1 - -
+    rows of 3 slots, by slot:      0 0 0 0 0 | 1 1 | 2
+    with a multiple of 4:          0 0 0 0 0 - - - | 1 1 - - | 2 - - -
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels.permute import combine_rows, gather_rows
-from moejax.moe.exchange.manifest import EMPTY, Manifest
+from moejax.kernels import zeros_varying_as
+from moejax.kernels.permute import combine_rows, gather_rows, sum_rows
+from moejax.moe.exchange.manifest import EMPTY, Manifest, window_of_choices
 from moejax.moe.exchange.schedules import find_schedule
+from moejax.moe.exchange.transport import padded
 from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.plan.layout import Layout
 
 ROWS = "rows"
-"""Checkpoint name of rows that have travelled. The remat policy 'dispatch' saves them,
-so that the backward pass repeats no exchange."""
+"""Checkpoint name of rows and cards that have arrived, and of results. The remat policy
+'dispatch' saves them, so that the backward pass repeats no exchange."""
+
+Experts = Callable[..., Array]
+"""Signature of experts(x_md, rows_s, weights) -> y_md, which computes rows by slot."""
 
 
 class Window(NamedTuple):
-    """Range of each peer's rows that one round carries. Of the rows that stay on their
-    device it is home_chunks times as many, from home_chunks times as far."""
+    """The rows that one round carries, and the buffers for them."""
 
-    start: int | Int[Array, ""]
-    """Position of the first row."""
+    begin_uf: Int[Array, "u f"]
+    """Number of the first row from each source to each destination."""
+    end_uf: Int[Array, "u f"]
+    """Number of the row behind the last one."""
+    rows: tuple[int, ...]
+    """Rows of a device's buffer for each destination, at each level."""
+    computed: int
+    """Rows that a device computes, zero rows between slots not counted."""
+
+
+class Level(NamedTuple):
+    """One hop of rows: the destinations among which a device chooses."""
+
+    num: int
+    """Number of destinations."""
+    slots: int
+    """Number of slots of each."""
     rows: int
-    """Number of rows per peer."""
+    """Number of rows of the buffer for each."""
+    own: Array | None
+    """Number of the destination to which the device itself belongs, whose rows stay out
+    of the buffer; None where it carries them too."""
+    out: Callable[[Array], Array]
+    """Function from the chunks for all destinations [f, c, ..] to those of all
+    senders."""
+    back: Callable[[Array], Array]
+    """Function from results for all senders to those of the chunks that `out` sent."""
 
 
-@struct.dataclass
-class Receipt:
-    """Index tables of one window, with which results are sent back to their tokens."""
-
-    position_nk: Int[Array, "n k"]
-    """Row of each choice in the send buffer, -1 if it is not in this window."""
-    assignment_m: Int[Array, " m"]
-    """Assignment in each row of the send buffer, -1 if the row is empty."""
-    arrival_m: Int[Array, " m"]
-    """Row of the receive buffer that is m-th in slot order, -1 where none is."""
-    sorted_m1: Int[Array, "m 1"]
-    """Place in slot order of each row of the receive buffer, -1 for empty rows."""
-    count_w: Int[Array, " w"]
-    """Number of rows in this window for each peer."""
-    incoming_v: Int[Array, " v"]
-    """Number of rows from each sender. Senders are the peers; if experts have shards,
-    there are more of them."""
-
-
-@jax.named_scope("dispatch")
-def dispatch(
+def compute_window(
     x_nd: Float[Array, "n d"],
+    gate_nk: Float[Array, "n k"],
+    weights: dict[str, Array],
     sent: Manifest,
     window: Window,
+    *,
+    experts: Experts,
     mesh_layout: MeshLayout,
-) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
-    """Send the rows of a window to the devices of their slots.
+    gates_input: bool = False,
+) -> Float[Array, "n d"]:
+    """Return the contribution of one window's rows to the layer's output: for each
+    token the sum of its choices' results times their gates, in float32.
 
-    Return the rows that arrived here, sorted by slot, the number of rows per slot, and
-    the receipt for `combine`. Where the layout aligns slots, zero rows at the end of a
-    slot count as its rows.
+    With `gates_input` gates multiply the rows that experts compute, not the results.
+    The layer's output is the sum over windows.
     """
     layout = mesh_layout.layout
-    receipt, rows_s = make_receipt(sent, window, mesh_layout)
-    k = sent.peer_nk.shape[1]
-    token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
-    gather = partial(gather_rows, implementation=_implementation(layout))
-    send_md = gather(x_nd, token_m, receipt.position_nk)
-    num_chunks = len(receipt.count_w) + layout.home_chunks - 1
-    send_xcd = send_md.reshape(num_chunks, -1, x_nd.shape[1])
-    send_wcd, stay_xcd = _split(send_xcd, len(receipt.count_w))
-    counts = (receipt.count_w, receipt.incoming_v)
-    arrived_vcd = find_schedule(mesh_layout).out(send_wcd, *counts, mesh_layout)
-    arrived_md = checkpoint_name(_join(arrived_vcd, stay_xcd), ROWS)
-    if not _is_sorted(layout):
-        arrived_md = gather(arrived_md, receipt.arrival_m, receipt.sorted_m1)
-    return arrived_md, rows_s, receipt
-
-
-@jax.named_scope("combine")
-def combine(
-    y_md: Float[Array, "m d"],
-    gate_nk: Float[Array, "n k"],
-    receipt: Receipt,
-    mesh_layout: MeshLayout,
-) -> Float[Array, "n d"]:
-    """Send results back to their tokens, and sum them with their gates, in float32."""
-    layout = mesh_layout.layout
-    if not _is_sorted(layout):
-        sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
-        tables = sorted_m, arrival_m1
-        y_md = gather_rows(y_md, *tables, implementation=_implementation(layout))
-    y_xcd = y_md.reshape(layout.num_chunks, -1, y_md.shape[1])
-    y_vcd, stay_xcd = _split(y_xcd, layout.num_senders)
-    counts = (receipt.incoming_v, receipt.count_w)
-    back_wcd = find_schedule(mesh_layout).back(y_vcd, *counts, mesh_layout)
-    back_md = checkpoint_name(_join(back_wcd, stay_xcd), ROWS)
-    tables = receipt.position_nk, receipt.assignment_m
-    y_nd = combine_rows(
-        back_md, gate_nk, *tables, implementation=_implementation(layout)
+    sources = find_schedule(mesh_layout).sources(mesh_layout)
+    me = index_along(sources)
+    edges = window.begin_uf[me], window.end_uf[me]
+    slot_nk, place_nk = window_of_choices(sent, *edges, layout)
+    levels = _levels(sent, window, mesh_layout)
+    compute = partial(
+        _compute,
+        num_rows=layout.num_sorted_rows(window.computed),
+        weights=weights,
+        experts=experts,
+        mesh_layout=mesh_layout,
+        gates_input=gates_input,
+    )
+    y_nd = _travel(
+        x_nd, slot_nk, gate_nk, levels, compute, _implementation(layout), place_nk
     )
     return jax.lax.psum(y_nd, mesh_layout.tensor_axes) if layout.is_local else y_nd
 
 
-def make_receipt(
-    sent: Manifest, window: Window, mesh_layout: MeshLayout
-) -> tuple[Receipt, Int[Array, " s"]]:
-    """Return the index tables of one window, and the number of rows per slot here.
+def _levels(sent: Manifest, window: Window, mesh_layout: MeshLayout) -> list[Level]:
+    """Return the hops of a window's rows, the slowest first; none where no row
+    travels."""
+    layout, peers = mesh_layout.layout, mesh_layout.peer_axes
+    if not layout.sends_rows:
+        return []
+    num_rows = len(sent.slot_nk)
+    if layout.has_levels:
+        levels, slots = [], layout.num_slots
+        for axes, rows in zip((peers[:1], peers[1:]), window.rows):
+            num = jax.lax.axis_size(axes)
+            slots //= num
+            send = partial(padded, count_w=None, incoming_w=None, axis=axes)
+            stays = layout.keeps_home_rows and rows < num_rows
+            own = index_along(axes) if stays else None
+            levels.append(Level(num, slots, rows, own, send, send))
+            num_rows = num * rows + stays * num_rows
+        return levels
+    # A buffer with a place for every token holds those that stay too: then rows lie
+    # together, and need not be put together.
+    stays = layout.keeps_home_rows and window.rows[0] < num_rows
+    schedule, own = find_schedule(mesh_layout), index_along(peers)
+    begin_uf, end_uf = (
+        jnp.minimum(edge_uf, sent.rows_uf)
+        for edge_uf in (window.begin_uf, window.end_uf)
+    )
+    count_uf = end_uf - begin_uf
+    if stays:
+        is_home_uf = jnp.eye(layout.num_devices, dtype=bool)
+        count_uf = jnp.where(is_home_uf, 0, count_uf)
+    me = index_along(schedule.sources(mesh_layout))
+    counts = count_uf[me], count_uf[:, own]
+    return [
+        Level(
+            num=layout.num_devices,
+            slots=layout.slots_per_device,
+            rows=window.rows[0],
+            own=own if stays else None,
+            out=lambda rows: schedule.out(rows, *counts, mesh_layout),
+            back=lambda rows: schedule.back(rows, *counts[::-1], mesh_layout),
+        )
+    ]
 
-    They are computed from the manifest alone, without communication. Rows per slot are
-    rounded up to the multiple that the layout aligns slots to. `x` counts the chunks of
-    a buffer: one for each peer (or sender), and the further ones of rows that stay.
+
+def _travel(
+    x_nd: Float[Array, "n d"],
+    slot_nk: Int[Array, "n k"],
+    gate_nk: Float[Array, "n k"],
+    levels: list[Level],
+    compute: Callable[..., Array],
+    implementation: str,
+    place_nk: Int[Array, "n k"] | None = None,
+) -> Float[Array, "n d"]:
+    """Return, for each token or row, the sum of its choices' results times their gates.
+
+    Choices whose slot is -1 add nothing. `place_nk` are the places of the choices' rows
+    in the chunks of the first level, where these are known.
+    """
+    if not levels:
+        return compute(x_nd, slot_nk, gate_nk)
+    level, *behind = levels
+    n, k = slot_nk.shape
+    with jax.named_scope("dispatch"):
+        at_nk = jnp.where(slot_nk < 0, EMPTY, slot_nk // level.slots % level.num)
+        stays_nk = jnp.zeros_like(at_nk, bool)
+        if level.own is not None:
+            stays_nk = at_nk == level.own
+            at_nk = jnp.where(stays_nk, EMPTY, at_nk)
+        if place_nk is None:
+            place_nk = _places(at_nk, level.num)
+        source_m, position_nj = _pack(at_nk, place_nk, level)
+        send_md = gather_rows(
+            x_nd, source_m, position_nj, implementation=implementation
+        )
+        card_mj = _cards(at_nk, slot_nk, gate_nk, source_m, position_nj, level)
+        x_vcd, card_vcj = (
+            checkpoint_name(level.out(rows.reshape(level.num, level.rows, -1)), ROWS)
+            for rows in (send_md, card_mj)
+        )
+        x_rd = x_vcd.reshape(-1, x_vcd.shape[2])
+        gate_rk, slot_rk = _read_cards(card_vcj.reshape(-1, 2 * k))
+        if level.own is not None:
+            x_rd = jnp.concatenate([x_nd, x_rd])
+            gate_rk = jnp.concatenate([gate_nk, gate_rk])
+            own_nk = jnp.where(stays_nk, slot_nk, EMPTY)
+            slot_rk = jnp.concatenate([own_nk, slot_rk])
+    y_rd = _travel(x_rd, slot_rk, gate_rk, behind, compute, implementation)
+    with jax.named_scope("combine"):
+        num_own = len(y_rd) - math.prod(x_vcd.shape[:2])
+        y_md = level.back(y_rd[num_own:].reshape(x_vcd.shape))
+        y_md = y_md.reshape(-1, y_md.shape[2])
+        if level.own is not None:
+            # A token's own sum is one more row, behind those that came back.
+            own_n = jnp.where(stays_nk.any(axis=1), jnp.arange(n), EMPTY)
+            own_row_n1 = jnp.where(own_n < 0, EMPTY, len(y_md) + own_n)[:, None]
+            position_nj = jnp.concatenate([own_row_n1, position_nj], axis=1)
+            source_m = jnp.concatenate([source_m, own_n])
+            y_md = jnp.concatenate([y_md, y_rd[:num_own]])
+        return sum_rows(y_md, position_nj, source_m, implementation=implementation)
+
+
+def _places(at_nk: Int[Array, "n k"], num_destinations: int) -> Int[Array, "n k"]:
+    """Return, for each choice, the number of earlier tokens with a choice at the same
+    destination."""
+    has_nf = jnp.any(at_nk[:, :, None] == jnp.arange(num_destinations), axis=1)
+    before_nf = jnp.cumsum(has_nf, axis=0, dtype=jnp.int32) - has_nf
+    return jnp.take_along_axis(before_nf, jnp.maximum(at_nk, 0), axis=1)
+
+
+def _pack(
+    at_nk: Int[Array, "n k"], place_nk: Int[Array, "n k"], level: Level
+) -> tuple[Int[Array, " m"], Int[Array, "n j"]]:
+    """Return the token in each row of the send buffer, -1 if it is empty, and the rows
+    of each token: one for each destination of its choices, and -1 for the rest.
+
+    `place_nk` are the rows' places in the chunks of their destinations. j is the
+    smaller one of the numbers of choices and of destinations.
+    """
+    k = at_nk.shape[1]
+    row_nk = jnp.where(at_nk < 0, EMPTY, level.rows * at_nk + place_nk)
+    if k <= level.num:  # the first choice of each destination has its row
+        is_again_nkk = at_nk[:, :, None] == at_nk[:, None, :]
+        is_again_nkk &= jnp.tri(k, k=-1, dtype=bool)
+        position_nj = jnp.where(jnp.any(is_again_nkk, axis=2), EMPTY, row_nk)
+    else:
+        is_at_nkf = at_nk[:, :, None] == jnp.arange(level.num)
+        position_nj = jnp.where(is_at_nkf, row_nk[:, :, None], EMPTY).max(axis=1)
+    row_a = position_nj.reshape(-1)
+    token_a = jnp.arange(len(row_a), dtype=jnp.int32) // position_nj.shape[1]
+    return _invert(row_a, token_a, level.num * level.rows), position_nj
+
+
+def _invert(
+    row_a: Int[Array, " a"], name_a: Int[Array, " a"], num_rows: int
+) -> Int[Array, " m"]:
+    """Return the name of the entry that has each of `num_rows` rows, -1 for rows that
+    none has. Entries of row -1 have none."""
+    beyond_a = num_rows + jnp.arange(len(row_a), dtype=jnp.int32)  # dropped
+    empty_m = zeros_varying_as(row_a, (num_rows,), jnp.int32) + EMPTY
+    return empty_m.at[jnp.where(row_a < 0, beyond_a, row_a)].set(
+        name_a, mode="drop", unique_indices=True
+    )
+
+
+def _cards(at_nk, slot_nk, gate_nk, source_m, position_nj, level: Level):
+    """Return what travels beside each row, [m, 2k]: the gates of its token's choices,
+    and their slots plus 1, or 0 for a choice that lies elsewhere.
+
+    Slots below 2^24 are exact in float32, and so one collective carries both.
+    """
+    gate_mk = gather_rows(gate_nk, source_m, position_nj, implementation="xla")
+    token_m = jnp.maximum(source_m, 0)
+    chunk_m1 = (jnp.arange(len(source_m)) // level.rows)[:, None]
+    is_here_mk = (source_m >= 0)[:, None] & (at_nk[token_m] == chunk_m1)
+    slot_mk = jnp.where(is_here_mk, slot_nk[token_m] + 1, 0)
+    return jnp.concatenate([gate_mk, slot_mk.astype(gate_mk.dtype)], axis=1)
+
+
+def _read_cards(card_rj: Float[Array, "r 2k"]):
+    """Return the gates and slots that `_cards` wrote, [r, k] each; slot -1 for none."""
+    gate_rk, slot_rk = jnp.split(card_rj, 2, axis=1)
+    return gate_rk, jax.lax.stop_gradient(slot_rk).astype(jnp.int32) - 1
+
+
+def _compute(
+    x_rd: Float[Array, "r d"],
+    slot_rk: Int[Array, "r k"],
+    gate_rk: Float[Array, "r k"],
+    *,
+    num_rows: int,
+    weights: dict[str, Array],
+    experts: Experts,
+    mesh_layout: MeshLayout,
+    gates_input: bool,
+) -> Float[Array, "r d"]:
+    """Return, for each row, the sum of the results of its slots on this device, each
+    times its gate. Experts compute `num_rows` rows, those between slots included."""
+    layout = mesh_layout.layout
+    implementation = _implementation(layout)
+    k = slot_rk.shape[1]
+    rows_s, assignment_m, position_rk = sort_by_slot(slot_rk, num_rows, mesh_layout)
+    source_m = assignment_m if k == 1 else assignment_m // k  # -1 stays -1
+    with jax.named_scope("dispatch"):
+        x_md = gather_rows(
+            x_rd,
+            source_m,
+            position_rk,
+            implementation=implementation,
+        )
+        if gates_input:
+            gate_a1, position_a1 = (
+                value.reshape(-1, 1) for value in (gate_rk, position_rk)
+            )
+            gate_m1 = gather_rows(
+                gate_a1, assignment_m, position_a1, implementation="xla"
+            )
+            x_md *= gate_m1.astype(x_md.dtype)
+    # Without the barrier XLA:GPU computes the last product twice where results are
+    # kept: once into the place where they are kept, and once to be used.
+    y_md = jax.lax.optimization_barrier(experts(x_md, rows_s, weights))
+    y_md = checkpoint_name(y_md, ROWS)
+    with jax.named_scope("combine"):
+        if gates_input:
+            return sum_rows(y_md, position_rk, source_m, implementation=implementation)
+        return combine_rows(
+            y_md, gate_rk, position_rk, assignment_m, implementation=implementation
+        )
+
+
+@jax.named_scope("dispatch")
+def sort_by_slot(slot_rk: Int[Array, "r k"], num_rows: int, mesh_layout: MeshLayout):
+    """Sort the choices of a device's slots by slot, those of a slot in the order of
+    rows.
+
+    Return the number of choices of each slot [s], rounded up to the multiple that the
+    layout aligns slots to; the choice r * k + .. in each of `num_rows` places, -1 where
+    there is none; and the place of each choice [r, k], -1 for choices of other devices.
     """
     layout = mesh_layout.layout
-    w, s, align = layout.num_devices, layout.slots_per_device, layout.align_rows
-    start, rows = window
-    source = index_along(find_schedule(mesh_layout).sources(mesh_layout))
-    owner = index_along(mesh_layout.peer_axes)
-    pair_uws = sent.counts_up.reshape(-1, w, s)
-
-    # Send side: the assignment in each row of the send buffer.
-    count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w
-    peer_nk = sent.peer_nk
-    if layout.is_local:  # keep only the rows that this device's experts compute
-        count_w, first_w = count_w[owner][None], first_w[owner][None]
-        peer_nk = jnp.where(peer_nk == owner, 0, EMPTY)
-    row_c = jnp.arange(rows, dtype=jnp.int32)
-    sent_from_x1 = _starts(start, window, owner, layout)
-    count_x, first_x = (_with_home(x, owner, layout) for x in (count_w, first_w))
-    index_xc = first_x[:, None] + sent_from_x1 + row_c
-    real_xc = sent_from_x1 + row_c < count_x[:, None]
-    last = sent.assignment_a.shape[0] - 1
-    assignment_xc = sent.assignment_a[jnp.minimum(index_xc, last)]
-    assignment_m = jnp.where(real_xc, assignment_xc, EMPTY).reshape(-1)
-
-    # Receive side: within a sender's chunk of `piece` rows, those of a slot are
-    # begin .. end.
-    windows = layout.num_windows
-    piece = rows // windows
-    counts_vs = jnp.repeat(pair_uws[:, owner], windows, axis=0)
-    start_v1 = start + (jnp.arange(len(counts_vs)) % windows * piece)[:, None]
-    counts_xs = _with_home(counts_vs, owner, layout)
-    from_x1 = _starts(start_v1, window, owner, layout)
-    end_xs = jnp.cumsum(counts_xs, axis=1)
-    end_xs, begin_xs = (
-        jnp.clip(edge_xs - from_x1, 0, piece)
-        for edge_xs in (end_xs, end_xs - counts_xs)
-    )
-
-    # From arrival order (sender, slot) to slot order (slot, sender), in which each slot
-    # begins at a multiple of `align`: a segment is the rows of one sender for one slot.
-    num_x = len(begin_xs)
-    part_sx = (end_xs - begin_xs).T
-    last_sx = jnp.cumsum(part_sx.reshape(-1)).reshape(s, num_x)
-    if align > 1:
-        rows_s = jnp.sum(part_sx, axis=1)
-        gap_s = _round_up(rows_s, align) - rows_s
-        last_sx += (jnp.cumsum(gap_s) - gap_s)[:, None]
-    first_sx = last_sx - part_sx
-    row_m = jnp.arange(layout.num_sorted_rows(rows), dtype=jnp.int32)
-    segment_m = jnp.sum(row_m[:, None] >= last_sx.reshape(-1), axis=1, dtype=jnp.int32)
-    real_m = segment_m < s * num_x
-    segment_m = jnp.minimum(segment_m, s * num_x - 1)
-    slot_m, sender_m = segment_m // num_x, segment_m % num_x
-    within_m = row_m - first_sx[slot_m, sender_m]
-    arrival_m = sender_m * piece + begin_xs[sender_m, slot_m] + within_m
-    if align > 1:  # a row between slots comes before the next slot's first
-        real_m &= within_m >= 0
-
-    # The inverse: the place in slot order of each row that arrives.
-    row_c = jnp.arange(piece, dtype=jnp.int32)
-    slot_xc = jnp.sum(row_c[:, None] >= end_xs[:, None, :], axis=2, dtype=jnp.int32)
-    here_xc = slot_xc < s
-    slot_xc = jnp.minimum(slot_xc, s - 1)
-    sender_x1 = jnp.arange(num_x)[:, None]
-    sorted_xc = first_sx[slot_xc, sender_x1] + row_c - begin_xs[sender_x1, slot_xc]
-    sorted_m1 = jnp.where(here_xc, sorted_xc, EMPTY).reshape(-1, 1)
-    arrival_m = jnp.where(real_m, arrival_m, EMPTY)
-
-    part_xs = end_xs - begin_xs
-    real_x = jnp.clip(count_x[:, None] - sent_from_x1, 0, rows)[:, 0]
-
-    # The row of each choice in the send buffer. Rows that stay fill the chunk of this
-    # device, and then those behind all peers.
-    room = rows
-    if layout.home_chunks > 1:
-        is_home_nk = peer_nk == owner
-        start = jnp.where(is_home_nk, layout.home_chunks * start, start)
-        room = jnp.where(is_home_nk, layout.home_chunks * rows, rows)
-    inside_nk = (sent.offset_nk >= start) & (sent.offset_nk < start + room)
-    inside_nk &= peer_nk >= 0
-    chunk_nk = peer_nk
-    if layout.home_chunks > 1:
-        is_beyond_nk = is_home_nk & (sent.offset_nk - start >= rows)
-        chunk_nk = jnp.where(is_beyond_nk, w - 1, peer_nk)
-    position_nk = chunk_nk * rows + sent.offset_nk - start
-    position_nk = jnp.where(inside_nk, position_nk, EMPTY)
-
-    count_w = _split(real_x, len(count_w))[0]
-    incoming_v = _split(jnp.sum(part_xs, axis=1), len(counts_vs))[0]
-    rows_s = jnp.sum(part_xs, axis=0)
-    if align > 1:
-        rows_s = _round_up(rows_s, align)
-    if align > 1 and _is_sorted(layout):
-        # A single sender lays its rows where experts compute them, so that no second
-        # permutation aligns slots.
-        assignment_m = _look_up(assignment_m, arrival_m)
-        position_nk = _look_up(sorted_m1[:, 0], position_nk)
-    receipt = Receipt(
-        position_nk, assignment_m, arrival_m, sorted_m1, count_w, incoming_v
-    )
-    return receipt, rows_s
-
-
-def _look_up(table_m: Array, row: Array) -> Array:
-    """Return the table's entries of these rows; -1 where the row is."""
-    return jnp.where(row >= 0, table_m[jnp.maximum(row, 0)], EMPTY)
-
-
-def _starts(start_v1, window: Window, owner, layout: Layout):
-    """Return the position of each chunk's first row among the rows of its two devices,
-    [x, 1]; `start_v1` has those of the chunks that the collective carries, if no row
-    stays."""
-    if layout.home_chunks == 1:
-        return start_v1
-    start_v1 = jnp.broadcast_to(start_v1, (layout.num_senders, 1))
-    home_start = layout.home_chunks * window.start
-    more_x1 = window.rows * jnp.arange(1, layout.home_chunks)[:, None]
-    return jnp.append(start_v1.at[owner].set(home_start), home_start + more_x1, axis=0)
-
-
-def _with_home(value_w: Array, owner, layout: Layout) -> Array:
-    """Return a value of each device for each chunk: chunks of rows that stay have that
-    of this device, `owner`."""
-    if layout.home_chunks == 1:
-        return value_w
-    own_x = jnp.repeat(value_w[owner][None], layout.home_chunks - 1, axis=0)
-    return jnp.append(value_w, own_x, axis=0)
-
-
-def _split(chunks_x: Array, num_sent: int) -> tuple[Array, Array | None]:
-    """Return the chunks that a collective carries, and those that stay, if any."""
-    if len(chunks_x) == num_sent:
-        return chunks_x, None
-    return chunks_x[:num_sent], chunks_x[num_sent:]
-
-
-def _join(carried_vcd: Array, stay_xcd: Array | None) -> Array:
-    """Return the rows of all chunks, [m, d]."""
-    whole_xcd = carried_vcd
-    if stay_xcd is not None:
-        whole_xcd = jnp.append(carried_vcd, stay_xcd, axis=0)
-    return whole_xcd.reshape(-1, carried_vcd.shape[-1])
+    s, align = layout.slots_per_device, layout.align_rows
+    local_rk = slot_rk - s * index_along(mesh_layout.peer_axes)
+    local_rk = jnp.where((local_rk >= 0) & (local_rk < s), local_rk, EMPTY)
+    has_rs = jnp.any(local_rk[:, :, None] == jnp.arange(s), axis=1)
+    end_rs = jnp.cumsum(has_rs, axis=0, dtype=jnp.int32)
+    rows_s = -(-end_rs[-1] // align) * align
+    first_s = jnp.cumsum(rows_s, dtype=jnp.int32) - rows_s
+    place_rs = first_s + end_rs - 1
+    position_rk = jnp.take_along_axis(place_rs, jnp.maximum(local_rk, 0), axis=1)
+    position_rk = jnp.where(local_rk < 0, EMPTY, position_rk)
+    choice_a = jnp.arange(local_rk.size, dtype=jnp.int32)
+    assignment_m = _invert(position_rk.reshape(-1), choice_a, num_rows)
+    return rows_s, assignment_m, position_rk
 
 
 def _implementation(layout: Layout) -> str:
     """Return the implementation of the row kernels that the layout asks for."""
     return "xla" if layout.kernels == "plain" else "auto"
-
-
-def _is_sorted(layout: Layout) -> bool:
-    """Return whether rows arrive in slot order, as they do from a single sender."""
-    return layout.num_senders == 1
-
-
-def _round_up(rows_s: Int[Array, " s"], multiple: int) -> Int[Array, " s"]:
-    """Return numbers of rows rounded up to a multiple."""
-    return -(-rows_s // multiple) * multiple

@@ -1,21 +1,26 @@
-"""The manifest of an exchange: how many rows each device sends to each slot.
+"""The manifest of an exchange: which slot computes each choice of each token.
 
-It takes one all_gather of int32 counts and one sort. Rows are sorted by expert. A split
-then cuts each expert's rows into one block per replica, and the blocks are put in the
-order of their slots.
+It takes two all_gathers of int32 counts and one sort. Choices are sorted by expert. A
+split then cuts each expert's choices into one block per replica.
 
-    expert        0 0 0 0 0 1 2 2        expert 0 has slots 0 and 3, 2 + 3 rows
+    expert        0 0 0 0 0 1 2 2        expert 0 has slots 0 and 3, 2 + 3 choices
     slot          0 0 3 3 3 1 2 2
-    by slot       0 0 1 2 2 3 3 3
+
+A token sends one *row* to each destination that has a slot of its choices: a device or,
+where rows travel in two levels, a node. Rows for one destination are in the order of
+tokens. Round 0 carries the first of them: as many as fit into its buffer, and into the
+buffers behind it, of devices that compute them or pass them on. All devices know the
+counts of all sources, so they agree.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
 from moejax.moe.exchange.schedules import find_schedule
-from moejax.moe.mesh_roles import MeshLayout, index_along
+from moejax.moe.mesh_roles import Axes, MeshLayout, index_along
 from moejax.moe.split.divide import divide
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
@@ -27,22 +32,25 @@ EMPTY = -1
 class Manifest:
     """Integer tables of one exchange, which say where each row goes.
 
-    Assignments are numbered a = token * k + choice.
+    `f` counts the destinations of the first level: devices, or nodes
+    (Layout.has_levels). Tables of sources are the same on all devices of the group.
+    Without a tensor axis the sources are the group's devices, otherwise its different
+    sets of tokens.
     """
 
-    assignment_a: Int[Array, " a"]
-    """Assignments in the order of their slots; within a slot first choices come first,
-    then lower tokens."""
-    peer_nk: Int[Array, "n k"]
-    """Device that computes each choice, -1 if none does."""
-    offset_nk: Int[Array, "n k"]
-    """Position of the choice among this device's rows for that peer."""
-    first_w: Int[Array, " w"]
-    """Index in assignment_a of the first row for each peer."""
+    slot_nk: Int[Array, "n k"]
+    """Slot that computes each choice, -1 if none does."""
+    rank_nk: Int[Array, "n k"]
+    """Number of rows before that of each choice, among this source's rows for the same
+    destination."""
     counts_up: Int[Array, "u p"]
-    """Number of rows from every source to every slot, the same on all devices of the
-    group. Without a tensor axis the sources are the group's devices, otherwise its
-    different sets of tokens."""
+    """Number of choices from every source for every slot."""
+    rows_uw: Int[Array, "u w"]
+    """Number of tokens of every source with a choice on every device."""
+    rows_uf: Int[Array, "u f"]
+    """Number of rows from every source to every destination."""
+    first_uf: Int[Array, "u f"]
+    """Number of these that round 0 carries."""
     bound: Int[Array, ""]
     """Lower bound on the rows of the group's fullest device, for any split over these
     replicas."""
@@ -59,23 +67,22 @@ def manifest(
     device (MeshLayout.exchanged).
 
     A choice of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
-    layout.rows_per_slot rows go from one device to one slot, and first choices take
-    precedence among an expert's rows.
+    layout.rows_per_slot choices go from one source to one slot, and first choices take
+    precedence among an expert's.
     """
     layout, (n, k) = mesh_layout.layout, expert_nk.shape
-    s, e, sources = (
-        layout.slots_per_device,
-        layout.num_experts,
-        find_schedule(mesh_layout).sources(mesh_layout),
-    )
+    e = layout.num_experts
+    if layout.exchange == "capacity" and layout.sends_rows:
+        kept = layout.slots_per_device * layout.rows_per_slot
+        assert layout.rows_per_peer >= min(n, kept), (layout.rows_per_peer, n, kept)
+    sources = find_schedule(mesh_layout).sources(mesh_layout)
     expert_a = jnp.where(expert_nk < 0, e, expert_nk).T.reshape(-1)
     order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
     count_e = jnp.sum(expert_a[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
-    counts_ue = count_e[None]
-    if sources:
-        counts_ue = jax.lax.all_gather(count_e, sources, to="invarying")
+    counts_ue = _of_all(count_e, sources)
     quota_uq, bound, placement = divide(counts_ue, placement, layout)
 
+    # 1. The slot of each choice.
     slot_q = placement.slot_lq
     kept_uq = length_uq = quota_uq
     if layout.exchange == "capacity":
@@ -83,83 +90,172 @@ def manifest(
         length_uq = _append_dropped(kept_uq, quota_uq, placement.expert_lq, e)
     counts_up = jnp.zeros_like(kept_uq).at[:, slot_q].set(kept_uq, unique_indices=True)
     me = index_along(sources)
-    count_p, kept_q = counts_up[me], kept_uq[me]
-
     block_a, within_a = _locate_in_blocks(length_uq[me], n * k)
-    first_p = jnp.cumsum(count_p) - count_p
-    rank_a = first_p[slot_q[block_a]] + within_a
-    is_sent_a = (jnp.arange(n * k) < jnp.sum(count_e)) & (within_a < kept_q[block_a])
-    peer_a = jnp.where(is_sent_a, slot_q[block_a] // s, EMPTY)
-
-    count_w = count_p.reshape(-1, s).sum(axis=1)
-    first_w = jnp.cumsum(count_w) - count_w
-    offset_a = rank_a - first_w[peer_a]
+    is_sent_a = jnp.arange(n * k) < jnp.sum(count_e)
+    is_sent_a &= within_a < kept_uq[me][block_a]
+    slot_a = jnp.where(is_sent_a, slot_q[block_a], EMPTY)
     assignment_a = order_a % n * k + order_a // n
-    beyond_a = n * k + jnp.arange(n * k)  # out of bounds: unsent choices are dropped
-    target_a = jnp.where(is_sent_a, rank_a, beyond_a)
+    slot_a = jnp.zeros_like(slot_a).at[assignment_a].set(slot_a, unique_indices=True)
+    slot_nk = slot_a.reshape(n, k)
+
+    # 2. The rows of each destination, and how many of them go in round 0.
+    w, f = layout.num_devices, layout.num_destinations
+    choices_nw = _choices_at(slot_nk, w, layout.num_slots)
+    rows_nw = jnp.minimum(choices_nw, 1)
+    rows_uw = None  # without levels they are those of the destinations
+    if layout.has_levels:
+        rows_uw = _of_all(jnp.sum(rows_nw, axis=0, dtype=jnp.int32), sources)
+    rows_nf = rows_nw.reshape(n, f, -1).max(axis=2)
+    args = rows_nw, choices_nw, rows_uw, counts_up, mesh_layout
+    fits_nf, rows_to_nf = _fits_in_first(*args)
+    first_f = jnp.sum(jnp.where(fits_nf, rows_nf, 0), axis=0, dtype=jnp.int32)
+    both_u2f = _of_all(jnp.stack([rows_to_nf[-1], first_f]), sources)
+    rows_uf, first_uf = both_u2f[:, 0], both_u2f[:, 1]
     sent = Manifest(
-        assignment_a=jnp.zeros_like(order_a)
-        .at[target_a]
-        .set(assignment_a, mode="drop", unique_indices=True),
-        peer_nk=_by_assignment(peer_a, assignment_a).reshape(n, k),
-        offset_nk=_by_assignment(offset_a, assignment_a).reshape(n, k),
-        first_w=first_w,
+        slot_nk=slot_nk,
+        rank_nk=jnp.take_along_axis(
+            rows_to_nf - rows_nf, _destinations(slot_nk, layout), axis=1
+        ),
         counts_up=counts_up,
+        rows_uw=rows_uf if rows_uw is None else rows_uw,
+        rows_uf=rows_uf,
+        first_uf=first_uf,
         bound=bound,
     )
     return sent, placement
 
 
+def window_of_choices(
+    sent: Manifest, begin_f: Int[Array, " f"], end_f: Int[Array, " f"], layout: Layout
+) -> tuple[Int[Array, "n k"], Int[Array, "n k"]]:
+    """Return the slot of each choice whose row is one of those numbered begin .. end of
+    its destination, and -1 for other choices; and the place of its row among these."""
+    at_nk = _destinations(sent.slot_nk, layout)
+    place_nk = sent.rank_nk - begin_f[at_nk]
+    is_inside_nk = (place_nk >= 0) & (sent.rank_nk < end_f[at_nk])
+    return jnp.where(is_inside_nk, sent.slot_nk, EMPTY), place_nk
+
+
 def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Return the largest number of rows that one source has for one device, or for one
-    of the chunks of those that stay (Layout.home_chunks).
+    """Return the number of rows per peer that the buffers of round 0 should carry: the
+    largest number that one device has for one other. All devices get the same.
 
-    All devices of the group get the same number.
+    Where rows travel in two levels, a device has those of all sources that it passes
+    on. Rows for the device itself do not count where they stay out of the buffers, or
+    where the split gives them what room there is (Layout.yields_home_rows).
     """
-    pair_uw = _pairs(sent, layout)
-    if layout.home_chunks > 1:
-        own_uw = -(-pair_uw // layout.home_chunks)
-        pair_uw = jnp.where(_is_home(layout), own_uw, pair_uw)
-    return jnp.max(pair_uw)
-
-
-def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Return the number of rows per peer that the buffer of round 0 should carry.
-
-    It is that of the fullest pair. Some splits fill the buffer with rows that stay on
-    their device (Layout.yields_home_rows, moejax.moe.split.deal). Then a device's rows
-    for itself do not count, because they would grow with any buffer.
-    """
-    if layout.num_devices == 1 or not layout.yields_home_rows:
-        return fullest_pair(sent, layout)
-    return jnp.max(jnp.where(_is_home(layout), 0, _pairs(sent, layout)))
+    w, rows_uw = layout.num_devices, sent.rows_uw
+    if not layout.sends_rows:
+        return jnp.int32(0)
+    if layout.has_levels:
+        # From the device with the source's index in the node of the other device.
+        nodes, per_node = layout.num_nodes, w // layout.num_nodes
+        rows_iw = rows_uw.reshape(nodes, per_node, w).sum(axis=0)
+        is_home_iw = jnp.arange(w) % per_node == jnp.arange(per_node)[:, None]
+        is_home_iw &= layout.keeps_home_rows
+        return jnp.max(jnp.where(is_home_iw, 0, rows_iw))
+    if not (layout.keeps_home_rows or layout.yields_home_rows):
+        return jnp.max(rows_uw)
+    is_home_uw = jnp.repeat(jnp.eye(w, dtype=bool), len(rows_uw) // w, axis=0)
+    return jnp.max(jnp.where(is_home_uw, 0, rows_uw))
 
 
 def rows_here(sent: Manifest, mesh_layout: MeshLayout) -> Int[Array, ""]:
-    """Return the number of rows that this device computes, with whole experts or with
-    its shards of them."""
-    rows_w = jnp.sum(_pairs(sent, mesh_layout.layout), axis=0)
+    """Return the number of rows that this device computes, one for each token and slot,
+    with whole experts or with its shards of them."""
+    rows_w = jnp.sum(_at_devices(sent.counts_up, mesh_layout.layout), axis=0)
     return rows_w[index_along(mesh_layout.peer_axes)]
 
 
-def num_dropped(expert_nk: Int[Array, "n k"], sent_nk: Int[Array, "n k"]):
-    """Count the choices that capacity mode drops: they have an expert but no peer.
+def num_dropped(expert_nk: Int[Array, "n k"], slot_nk: Int[Array, "n k"]):
+    """Count the choices that capacity mode drops: they have an expert but no slot."""
+    return jnp.sum((expert_nk >= 0) & (slot_nk < 0), dtype=jnp.int32)
 
-    `sent_nk` are the choices' peers (Manifest.peer_nk).
+
+def _fits_in_first(rows_nw, choices_nw, rows_uw, counts_up, mesh_layout: MeshLayout):
+    """Return whether round 0 carries a row of each token to each destination, if there
+    is one, bool [n, f]: it and all before it fit. Also return the number of rows up to
+    and with that of each token, [n, f].
+
+    Rows for each of w devices fit if their choices are among those that it computes,
+    and if they fit into the buffer to it. Where devices pass rows on, that is the
+    buffer of the one that sources of the same index share.
     """
-    return jnp.sum((expert_nk >= 0) & (sent_nk < 0), dtype=jnp.int32)
+    layout, w = mesh_layout.layout, mesh_layout.layout.num_devices
+    room_w = _room(_at_devices(counts_up, layout), layout.rows_per_device)
+    choices_to_nw, rows_to_nw = jnp.split(
+        _up_to(jnp.concatenate([choices_nw, rows_nw], axis=1)), 2, axis=1
+    )
+    fits_nw = choices_to_nw <= room_w
+    if layout.is_local:
+        return fits_nw, rows_to_nw
+    limit_w, keeps = jnp.full(w, layout.rows_per_peer), layout.keeps_home_rows
+    nodes = layout.num_nodes if layout.has_levels else 1
+    per_node, own = w // nodes, index_along(mesh_layout.peer_axes)
+    if layout.has_levels:
+        passed_uw = rows_uw.reshape(nodes, per_node, w)[:, own % per_node]
+        limit_w = _room(passed_uw, layout.rows_per_peer)
+    in_buffer_nw = rows_to_nw <= limit_w
+    if keeps:
+        in_buffer_nw |= jnp.arange(w) % per_node == own % per_node
+    fits_nw &= in_buffer_nw
+    if not layout.has_levels:
+        return fits_nw, rows_to_nw
+    fits_nf, rows_nf = (
+        value_nw.reshape(-1, nodes, per_node) for value_nw in (fits_nw, rows_nw)
+    )
+    rows_to_nf = _up_to(rows_nf.max(axis=2))
+    in_buffer_nf = rows_to_nf <= layout.rows_per_node
+    if keeps:
+        in_buffer_nf |= jnp.arange(nodes) == own // per_node
+    return fits_nf.all(axis=2) & in_buffer_nf, rows_to_nf
 
 
-def _pairs(sent: Manifest, layout: Layout) -> Int[Array, "u w"]:
-    """Return the number of rows from each source to each device."""
-    pair_uw = sent.counts_up.reshape(-1, layout.num_devices, layout.slots_per_device)
-    return jnp.sum(pair_uw, axis=-1)
+def _room(value_uw: Int[Array, "u w"], capacity: int) -> Int[Array, " w"]:
+    """Return the largest number to which each column's values can be cut so that their
+    sum is at most `capacity`.
+
+    The cut sum is the smallest, over i, of the i smallest values and (u - i) times the
+    number, which gives a limit on the number for each i; the loosest one holds.
+    """
+    sorted_uw = jnp.sort(value_uw, axis=0)
+    before_uw = jnp.cumsum(sorted_uw, axis=0, dtype=jnp.int32) - sorted_uw
+    others_u1 = (len(value_uw) - jnp.arange(len(value_uw), dtype=jnp.int32))[:, None]
+    room_w = jnp.max((capacity - before_uw) // others_u1, axis=0)
+    total_w = jnp.sum(value_uw, axis=0, dtype=jnp.int32)
+    return jnp.where(total_w <= capacity, np.iinfo(np.int32).max, room_w)
 
 
-def _is_home(layout: Layout) -> Array:
-    """Return whether rows from each source to each device stay there, bool [u, w]."""
-    per_device = layout.num_sources // layout.num_devices
-    return jnp.repeat(jnp.eye(layout.num_devices, dtype=bool), per_device, axis=0)
+def _choices_at(slot_nk, num_destinations: int, num_slots: int) -> Int[Array, "n w"]:
+    """Return how many choices of each token lie at each destination, all of which have
+    the same number of slots."""
+    slots_each = num_slots // num_destinations
+    at_nk = jnp.where(slot_nk < 0, EMPTY, slot_nk // slots_each)
+    is_at_nkw = at_nk[:, :, None] == jnp.arange(num_destinations)
+    return jnp.sum(is_at_nkw, axis=1, dtype=jnp.int32)
+
+
+def _destinations(slot_nk, layout: Layout) -> Int[Array, "n k"]:
+    """Return the destination of each choice, and 0 for choices without a slot."""
+    return jnp.maximum(slot_nk, 0) // (layout.num_slots // layout.num_destinations)
+
+
+def _at_devices(counts_up, layout: Layout) -> Int[Array, "u w"]:
+    """Return the number of choices from each source at each device."""
+    counts_uws = counts_up.reshape(len(counts_up), layout.num_devices, -1)
+    return jnp.sum(counts_uws, axis=2, dtype=jnp.int32)
+
+
+def _up_to(value_nw: Array) -> Array:
+    """Return the sum of each column's values up to each row, which is included."""
+    return jnp.cumsum(value_nw, axis=0, dtype=jnp.int32)
+
+
+def _of_all(value: Array, sources: Axes) -> Array:
+    """Return the values of all sources, stacked; the same on all their devices."""
+    if not sources:
+        return value[None]
+    return jax.lax.all_gather(value, sources, to="invarying")
 
 
 def _append_dropped(kept_uq, quota_uq, expert_q, num_experts: int):
@@ -185,8 +281,3 @@ def _locate_in_blocks(length_q: Int[Array, " q"], total: int):
     begins_a = jnp.zeros(total, jnp.int32).at[first_q].add(1, mode="drop")
     block_a = jnp.cumsum(begins_a) - 1
     return block_a, jnp.arange(total, dtype=jnp.int32) - first_q[block_a]
-
-
-def _by_assignment(value_a: Int[Array, " a"], assignment_a: Int[Array, " a"]):
-    """Reorder values from the order of experts to the order of assignments."""
-    return jnp.zeros_like(value_a).at[assignment_a].set(value_a, unique_indices=True)

@@ -2,7 +2,8 @@
 
 Both margins are exact: the rows of each slot, and the rows of each source.
 
-1. Rows stay on their device, as far as its replica and the buffer of round 0 have room.
+1. Rows stay on their device, as far as its replica has room and, with a tensor axis,
+   the buffer of round 0.
 2. Each source divides its other rows among the replicas of their expert, in proportion
    to the rows that these still need, rounded down. All pairs of devices then have about
    equally many rows, and the fullest pair decides the number of rounds.
@@ -82,9 +83,12 @@ def find_active(placement: Placement, layout: Layout):
 def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     """Return how many rows stay on their device, for the q-th slot.
 
-    The buffers of round 0 from a device to itself also carry the rows that step 2
-    keeps on the device. These get room first.
+    Where rows that stay are in a buffer too (Layout.keeps_home_rows), the buffer from a
+    device to itself also carries those that step 2 keeps on the device. These get room
+    first.
     """
+    if layout.keeps_home_rows:
+        return jnp.minimum(here_q, rows_q)
     expert_q = jnp.maximum(placement.expert_lq, 0)
     load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
     is_active_q = find_active(placement, layout)[2].astype(jnp.int32)
@@ -95,7 +99,7 @@ def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: L
     both_p = both_p.at[:, slot_q].set(jnp.stack([max_q, share_q]))
     max_ws, share_ws = both_p.reshape(shape)
     before_ws = jnp.cumsum(max_ws, axis=1, dtype=jnp.int32) - max_ws
-    room_w1 = layout.home_rows - jnp.sum(
+    room_w1 = layout.rows_per_peer - jnp.sum(
         share_ws, axis=1, keepdims=True, dtype=jnp.int32
     )
     stays_ws = jnp.clip(room_w1 - before_ws, 0, max_ws)

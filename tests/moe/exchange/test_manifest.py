@@ -1,5 +1,6 @@
-"""Test the manifest: each row is sent exactly once, in blocks by slot, and capacity
-mode counts the rows that it drops."""
+"""Test the manifest: each choice has a slot of its expert, each token one row for each
+destination, the windows carry every row once and fit into their buffers, and capacity
+mode counts what it drops."""
 
 import functools
 
@@ -17,14 +18,18 @@ from moejax.moe.exchange.manifest import (
     num_dropped,
     rows_here,
 )
+from moejax.moe.exchange.rounds import num_rounds
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout, Topology
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from tests.support.layers import placed
+from tests.support.manifests import make_manifest
 from tests.support.split_cases import E, W, make_slots, quotas
 
 N, K, SLOTS = 12, 2, 5
-ROWS_PER_PEER = 10  # capacity mode: two rows of one device to one slot
+CAPACITY = 2
+"""Rows from one source to one slot in capacity mode."""
 
 
 @functools.cache
@@ -32,15 +37,16 @@ def program(split: str, exchange: str):
     """Return a layout and run(expert_wnk, placement), which returns manifests, drops,
     rows and fullest pairs, all with a leading device dim."""
     layout = Layout(
-        E, W, SLOTS, ROWS_PER_PEER, store="sharded", split=split, exchange=exchange
-    )
+        E, W, SLOTS, N, store="sharded", split=split, exchange=exchange, top_k=K,
+        rows_per_device=CAPACITY * W * SLOTS,
+    )  # fmt: skip
     mesh = make_mesh(Topology(expert=W), jax.devices()[:W])
     mesh_layout = on_mesh(mesh, layout)
 
     def body(expert_wnk, placement):
         sent, _ = manifest(expert_wnk[0], placement, mesh_layout)
         rows, pair = rows_here(sent, mesh_layout), fullest_pair(sent, layout)
-        out = sent, num_dropped(expert_wnk[0], sent.peer_nk), rows, pair
+        out = sent, num_dropped(expert_wnk[0], sent.slot_nk), rows, pair
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
     specs = {"in_specs": (P(EXPERT), P()), "out_specs": P(EXPERT), "check_vma": False}
@@ -64,61 +70,130 @@ def run_case(seed: int, split: str, exchange: str = "exact"):
     return expert_wnk, row_p, *jax.device_get(run(expert_wnk, placement))
 
 
-def blocks(sent: Manifest, me: int) -> list[np.ndarray]:
-    """Return the assignments that device `me` sends to each slot, in order."""
-    ends_p = np.cumsum(sent.counts_up[me, me])
-    return np.split(sent.assignment_a[me], ends_p)[:-1]
-
-
 @pytest.mark.parametrize("split", ["even", "local_first"])
-def test_every_choice_is_sent_once_to_a_slot_of_its_expert(split):
+def test_every_choice_has_a_slot_of_its_expert(split):
     for seed in range(8):
         expert_wnk, row_p, sent, dropped, _, _ = run_case(seed, split)
         counts_we = (expert_wnk[..., None] == np.arange(E)).sum((1, 2)).astype(np.int32)
         assert not dropped.any()
         assert (sent.counts_up == quotas(counts_we, row_p, split)).all()
+        expert_of_p1 = np.append(row_p, -1)  # slot -1 for a choice of -1
+        assert np.array_equal(expert_of_p1[sent.slot_nk], expert_wnk)
         for me in range(W):
-            expert_a = expert_wnk[me].reshape(-1)
-            for expert, assignment_x in zip(row_p, blocks(sent, me)):
-                assert np.array_equal(
-                    expert_a[assignment_x], [expert] * len(assignment_x)
-                )
-            all_x = np.concatenate(blocks(sent, me))
-            assert np.array_equal(np.sort(all_x), np.flatnonzero(expert_a >= 0))
-
-
-@pytest.mark.parametrize(
-    ("split", "exchange"), [("even", "exact"), ("local_first", "capacity")]
-)
-def test_peer_and_place_find_each_choice_among_the_rows(split, exchange):
-    """Each choice's place counts from the first row of its peer; peer -1 means that the
-    row is not sent."""
-    for seed in range(8):
-        _, _, sent, _, _, _ = run_case(seed, split, exchange)
-        for me in range(W):
-            peer_a, offset_a = sent.peer_nk[me].ravel(), sent.offset_nk[me].ravel()
-            sent_a = np.flatnonzero(peer_a >= 0)
-            rank_a = sent.first_w[me][peer_a[sent_a]] + offset_a[sent_a]
-            assert np.array_equal(sent.assignment_a[me][rank_a], sent_a)
-            assert len(sent_a) == sent.counts_up[me, me].sum()
-            slot_a = np.searchsorted(
-                np.cumsum(sent.counts_up[me, me]), rank_a, side="right"
+            count_p = np.bincount(
+                sent.slot_nk[me][sent.slot_nk[me] >= 0], minlength=W * SLOTS
             )
-            assert np.array_equal(slot_a // SLOTS, peer_a[sent_a])
+            assert np.array_equal(count_p, sent.counts_up[me, me])
 
 
-def test_all_devices_know_who_receives_how_much():
+def test_a_token_has_one_row_for_each_device_of_its_choices():
     for seed in range(4):
         _, _, sent, _, rows_w, fullest_w = run_case(seed, "local_first")
-        assert (sent.counts_up == sent.counts_up[0]).all()
+        for name in ("counts_up", "rows_uw", "rows_uf", "first_uf"):
+            table = getattr(sent, name)
+            assert (table == table[0]).all(), "all devices know who receives how much"
         pair_ww = sent.counts_up[0].reshape(W, W, SLOTS).sum(axis=2)
         assert np.array_equal(rows_w, pair_ww.sum(axis=0))
-        assert (fullest_w == pair_ww.max()).all()
+        rows_uw = rows_by_definition(sent.slot_nk, W)[0]
+        assert np.array_equal(sent.rows_uw[0], rows_uw)
+        assert (rows_uw < pair_ww).any()
+        assert (rows_uw <= pair_ww).all()
+        assert (fullest_w == (rows_uw * ~np.eye(W, dtype=bool)).max()).all()
+
+
+def rows_by_definition(slot_unk: np.ndarray, num_destinations: int):
+    """Return the number of rows from each source to each destination, and a list of
+    (token, choices) of each, in order of tokens."""
+    num, per = len(slot_unk), W * SLOTS // num_destinations
+    rows_uf = np.zeros((num, num_destinations), int)
+    rows = {}
+    for source, slot_nk in enumerate(slot_unk):
+        for token, slot_k in enumerate(slot_nk):
+            for destination in sorted(set(slot_k[slot_k >= 0] // per)):
+                here = [
+                    c
+                    for c, p in enumerate(slot_k)
+                    if p >= 0 and p // per == destination
+                ]
+                rows.setdefault((source, destination), []).append((token, here))
+                rows_uf[source, destination] += 1
+    return rows_uf, rows
+
+
+BUFFERS = [(3, 12, 3), (2, 40, 2), (12, 9, 12), (1, 7, 1), (12, 200, 12)]
+"""Rows per peer, rows per device, rows per node; the last hold everything."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["local_first", "even"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_windows_carry_each_row_once_and_fit_their_buffers(nodes, split):
+    """In rounds of any buffers, by the tables of all sources: rows to a device, or to a
+    node and from there to its devices, and rows that a device computes."""
+    axes = GROUP_AXES["dc_expert" if nodes > 1 else "expert"]
+    transport = "hierarchical" if nodes > 1 else "padded"
+    mesh = Topology(dc=nodes, expert=W // nodes)
+    seen = set()
+    for per_peer, per_device, per_node in BUFFERS:
+        layout = Layout(
+            E, W, SLOTS, per_peer, transport=transport, store="sharded", axes=axes,
+            split=split, top_k=K, rows_per_device=per_device, num_nodes=nodes,
+            rows_per_node=per_node,
+        )  # fmt: skip
+        run = make_manifest(mesh, layout, lambda s, _, x=layout: (s, num_rounds(s, x)))
+        for seed in range(4):
+            expert_wnk = choices(np.random.default_rng(seed))
+            plan = ExpertPlan(make_slots(seed, SLOTS)[None], E)
+            sent, rounds = jax.device_get(
+                run(expert_wnk.reshape(W * N, K), placed(plan, layout))
+            )
+            assert_windows(sent, int(rounds[0]), layout)
+            seen.add(int(rounds[0]))
+    assert 1 in seen
+    assert max(seen) > 3
+
+
+def assert_windows(sent: Manifest, rounds: int, layout: Layout) -> None:
+    """Assert that the windows of all rounds together carry every row, and each fits."""
+    nodes, f = layout.num_nodes, layout.num_destinations
+    rows_uf, rows = rows_by_definition(sent.slot_nk, f)
+    assert np.array_equal(sent.rows_uf[0], rows_uf)
+    per_node, first_uf = W // nodes, sent.first_uf[0]
+    carried = 0
+    for r in range(rounds):
+        begin_uf = (
+            0 * first_uf if r == 0 else first_uf + (r - 1) * layout.rows_per_round
+        )
+        end_uf = first_uf if r == 0 else begin_uf + layout.rows_per_round
+        room = (layout.rows_per_node if nodes > 1 else layout.rows_per_peer,
+                layout.rows_per_peer, layout.rows_per_device)  # fmt: skip
+        if r:
+            each = layout.rows_per_round
+            room = each, nodes * each, layout.computed_per_round
+        computed_w, passed_ww = np.zeros(W, int), np.zeros((W, W), int)
+        for (source, destination), found in rows.items():
+            inside = found[begin_uf[source, destination] : end_uf[source, destination]]
+            carried += len(inside)
+            relay = destination * per_node + source % per_node
+            stays = destination == (source // per_node if nodes > 1 else source)
+            stays &= layout.keeps_home_rows
+            assert stays or len(inside) <= room[0]
+            for token, here in inside:
+                devices = sent.slot_nk[source, token, here] // SLOTS
+                np.add.at(computed_w, devices, 1)
+                others = {relay} if layout.keeps_home_rows else set()
+                for device in set(devices) - others if nodes > 1 else ():
+                    passed_ww[relay, device] += 1
+        assert computed_w.max() <= room[2]
+        assert passed_ww.max() <= room[1]
+    assert carried == rows_uf.sum()
+    ranks = sent.rank_nk[sent.slot_nk >= 0]
+    assert ranks.min() == 0
+    assert ranks.max() == rows_uf.max() - 1
 
 
 def test_capacity_drops_the_last_choices_and_counts_them():
-    """One device sends at most ROWS_PER_PEER // SLOTS rows to one slot, and the dropped
-    rows are counted.
+    """A source sends at most CAPACITY rows to one slot, and what is dropped is counted.
 
     The first rows of an expert are kept, in this order: all first choices before any
     second choice, then by token.
@@ -127,14 +202,14 @@ def test_capacity_drops_the_last_choices_and_counts_them():
     for seed in range(8):
         expert_wnk, _, sent, dropped, _, _ = run_case(seed, "local_first", "capacity")
         _, _, whole, _, _, _ = run_case(seed, "local_first")
-        limit = ROWS_PER_PEER // SLOTS
-        assert (sent.counts_up == np.minimum(whole.counts_up, limit)).all()
+        assert (sent.counts_up == np.minimum(whole.counts_up, CAPACITY)).all()
+        assert (sent.first_uf == sent.rows_uf).all(), "round 0 carries what is kept"
         for me in range(W):
             lost = whole.counts_up[me, me].sum() - sent.counts_up[me, me].sum()
             assert dropped[me] == lost
             some_dropped |= lost > 0
             expert_a = expert_wnk[me].reshape(-1)
-            kept_a = sent.peer_nk[me].reshape(-1) >= 0
+            kept_a = sent.slot_nk[me].reshape(-1) >= 0
             for expert in range(E):
                 own_a = np.flatnonzero(expert_a == expert)
                 ranked = own_a[np.lexsort((own_a // K, own_a % K))]

@@ -10,6 +10,8 @@ from tests.support.close import assert_close
 from tests.support.layers import (
     BATCH,
     EXPERTS,
+    SEQ,
+    TOP_K,
     config,
     home,
     layer_of,
@@ -21,8 +23,11 @@ from tests.support.layers import (
 def run_with_capacity(expert: int, rows_per_slot: int, **changes):
     """Return the output and the number of dropped choices of a layer with a
     capacity."""
-    changes |= {"rows_per_peer": rows_per_slot * EXPERTS // expert}
     mesh = Topology(expert=expert, tensor=changes.get("expert_shards", 1))
+    even = BATCH * SEQ * TOP_K / EXPERTS / expert
+    if changes.get("schedule") == "s1":
+        even /= changes["expert_shards"]
+    changes |= {"buffer_factor": rows_per_slot / even}
     layer = layer_of(config(mesh, exchange="capacity", **changes))
     assert layer.layout.rows_per_slot == rows_per_slot
     args = operands(BATCH, "zipf")

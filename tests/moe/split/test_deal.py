@@ -14,6 +14,7 @@ from moejax.moe.split.deal import deal
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
+from moejax.plan.parallel import Tensor
 from tests.support.split_cases import CASES, E
 
 ROOM = 2**30
@@ -29,7 +30,11 @@ def compiled(layout: Layout):
 def run_deal(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
     """Return the rows from each source to each slot, [w, p]."""
     w, e = counts_we.shape
-    layout = Layout(e, w, len(row_p) // w, rows_per_peer, store="sharded")
+    # With a tensor axis, rows that stay are in a buffer too.
+    tensor = None if rows_per_peer == ROOM else Tensor("s1h", 2, 2)
+    layout = Layout(
+        e, w, len(row_p) // w, rows_per_peer, store="sharded", tensor=tensor
+    )
     placement = Placement.from_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
     placement = placement.layer(0)
     rows_q = rows_p[placement.slot_lq].astype(np.int32)

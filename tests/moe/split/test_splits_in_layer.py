@@ -12,7 +12,7 @@ from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Router
 from moejax.moe import route
-from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
+from moejax.moe.exchange.manifest import fullest_pair
 from moejax.plan import shadowing, top_up
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -23,6 +23,7 @@ from tests.support.layers import (
     MERGED,
     MESHES,
     MOE,
+    SMALL,
     check,
     config,
     cut,
@@ -42,12 +43,12 @@ EIGHT = MESHES["expert8"]
 CASES = [
     (EIGHT, ALONE, "transient", "dynamic", {"align_rows": 64}),
     (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling",
-     {"home_chunks": 3, "rows_per_peer": 2}),
-    (EIGHT, ALONE, "transient", "top_up", {"halves": True, "rows_per_peer": 4}),
+     SMALL),
+    (EIGHT, ALONE, "transient", "top_up", {"halves": True, **SMALL}),
     (MESHES["dc2_data2_expert2"], MERGED, "resident", "top_up", {"gather": "step"}),
 ]  # fmt: skip
 TOP_UP = {"top_up_slack": 205, "top_up_copies": 2, "top_up_offers": 2}
-DCS = {"group": "dc_expert", "rows_per_peer": 4}
+DCS = {"group": "dc_expert", **SMALL}
 TOPPED_UP = {
     "tensor axis": (cut(2, 2, 4, "s1", store="sharded", slots_per_device=6), "float32"),
     "shards over owners, float64": (cut(2, 4, 4, "s1h"), "float64"),
@@ -157,13 +158,12 @@ def test_the_layer_with_shadows_is_its_definition():
 def test_every_device_decides_the_same(split):
     """Counts, certified bound and copies are the same bit for bit on all devices. Rows
     that stay on their device need no buffer."""
-    layout = split_layout(EIGHT, ALONE, "transient", split, rows_per_peer=128)
+    layout = split_layout(EIGHT, ALONE, "transient", split)
 
     topped_up = layout.topped_up
 
     def tell(sent, used):
-        pairs = fullest_pair(sent, topped_up), pair_to_fit(sent, topped_up)
-        return (sent.counts_up, sent.bound, used, *pairs)
+        return sent.rows_uw, sent.bound, used, fullest_pair(sent, topped_up)
 
     run = make_manifest(EIGHT, layout, tell)
     plan = split_plan(layout)
@@ -178,10 +178,8 @@ def test_every_device_decides_the_same(split):
         for leaf in jax.tree.leaves(results):
             assert (leaf == leaf[0]).all()
             assert len(leaf) == 8
-        counts_wup, _, _, pair_w, fit_w = results
-        pair_uw = counts_wup[0].reshape(8, 8, -1).sum(axis=-1)
-        assert pair_w[0] == pair_uw.max()
-        assert fit_w[0] == (pair_uw * ~np.eye(8, dtype=bool)).max() < pair_w[0]
+        rows_uw, pair = results[0][0], results[3][0]
+        assert pair == (rows_uw * ~np.eye(8, dtype=bool)).max() < rows_uw.max()
 
 
 def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:

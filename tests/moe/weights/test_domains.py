@@ -81,7 +81,7 @@ def test_gradients_are_summed_where_experts_rest(reduce_dtype):
     """A device of a domain of 2 x 2 has the experts of all members, and gets the sum of
     their gradients. It crosses the fast axis first, and the slow one with half the
     elements."""
-    fields = {"group": "dc_expert", "domain": (2, 2), "rows_per_peer": 4}
+    fields = {"group": "dc_expert", "domain": (2, 2)}
     layout = make_layout(config(PLAIN, **fields))
     mesh_layout = on_mesh(build_mesh(PLAIN), layout)
     random, spec = np.random.default_rng(0), P(mesh_layout.owner_axes)

@@ -8,8 +8,8 @@ from tests.support.close import assert_close
 from tests.support.steps import StepCase, home, make_case, one_step, warm_state_of
 
 pytestmark = pytest.mark.slow
-ROWS = 12
-"""Rows per peer of round 0. The fullest pair of a step has 12 to 16."""
+FACTOR = 2.3
+"""Buffers over an even load, that some steps overflow and others do not."""
 STEPS = range(8)
 UPDATES = 5
 """Updates that the state has had before each step."""
@@ -17,7 +17,7 @@ UPDATES = 5
 
 def compiled(overflow: str, is_exact: bool = False) -> StepCase:
     """Return a step that leaves no room for all rows in round 0."""
-    dispatch = {"rows_per_peer": ROWS, "overflow": overflow}
+    dispatch = {"buffer_factor": FACTOR, "overflow": overflow}
     accumulated = {"accumulate_steps": 2}
     return make_case(
         "small", "float32", is_exact=is_exact, dispatch=dispatch, train=accumulated

@@ -97,7 +97,7 @@ def test_loops_over_layers_return_no_gradients_of_experts(store):
 def test_loop_free_steps_have_no_loops_of_unknown_length(is_exact, num_loops):
     """The exact step has two in each layer, forward and backward. Layers are a scan, so
     that each is traced once."""
-    jaxpr = trace(is_exact, dispatch={"rows_per_peer": 12, "overflow": "redo"})
+    jaxpr = trace(is_exact, dispatch={"buffer_factor": 1.0, "overflow": "redo"})
     loops = [
         eqn
         for eqn, _ in equations(jaxpr)
@@ -125,7 +125,7 @@ def test_a_run_compiles_the_exact_step_and_before_it_a_loop_free_one(
     monkeypatch.setattr(compiled, "make_train_step", make_step)
     monkeypatch.setattr(compiled, "make_eval_step", lambda context: mock.Mock())
     monkeypatch.setattr(compiled.Lowered, "compile", lambda lowered, **_: lowered)
-    dispatch = {"rows_per_peer": 12, "overflow": overflow}
+    dispatch = {"buffer_factor": 1.0, "overflow": overflow}
     model = model_from(configure(dispatch=dispatch, **ACCUMULATED), "float32")
     steps = compiled.compile_steps(model)
     assert made == is_exact
@@ -166,7 +166,9 @@ def test_nothing_joins_the_halves():
         results = sources_of_outputs(body, sources, exchanges)
         assert [results[i] for i in halves] == [{0}, {1}]
         of_rows = [each for each in exchanges if each]
-        assert sorted(map(sorted, of_rows)) == [[0], [0], [1], [1]]
+        assert sorted(map(sorted, of_rows)) == [
+            [half] for half in (0, 1) for _ in range(3)
+        ]
     assert num_loops == 2, "one forward, one backward"
 
 
