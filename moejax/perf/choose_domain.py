@@ -71,9 +71,10 @@ class LayerTraffic:
     """Whether rows travel level by level, and not in one all_to_all over all levels."""
 
     @property
-    def num_exchanged(self) -> int:
-        """Number of times that rows travel by all_to_all."""
-        return 2 + self.is_training * (2 + 2 * (self.remat == "full"))
+    def num_dispatched(self) -> int:
+        """Number of times that rows are sent to experts: forward, backward, and forward
+        again with remat 'full'."""
+        return 1 + self.is_training * (1 + (self.remat == "full"))
 
     @property
     def num_computed(self) -> int:
@@ -168,7 +169,9 @@ def _row_terms(
 ) -> tuple[Term, ...]:
     """Return the terms of rows, which travel between devices at the same place of their
     domains."""
-    passes = exchange.Passes(stream.num_exchanged // 2, forward=0, backward=0)
+    passes = exchange.Passes(
+        stream.num_dispatched, 1 + stream.is_training, forward=0, backward=0
+    )
     found = exchange.groups(stream.sizes, domain)
     buffer, is_hierarchical = exchange.Buffer(stream.row_bytes), stream.is_hierarchical
     return exchange.row_terms(None, buffer, passes, found, calibration, is_hierarchical)

@@ -69,9 +69,9 @@ class MicroBatchShape:
         return exchange.groups(self.sizes, None, self.tensor, self.expert_shards)
 
     @property
-    def num_exchanged(self) -> int:
-        """Number of passes that exchange rows: forward, backward, and forward again
-        with remat 'full'."""
+    def num_dispatched(self) -> int:
+        """Number of times that rows are sent to experts: forward, backward, and forward
+        again with remat 'full'."""
         return 1 + self.is_training * (1 + (self.remat == "full"))
 
     @property
@@ -149,8 +149,9 @@ class _TermMaker:
         token_bytes = s.tokens * s.d_model * s.itemsize
         buffer = exchange.Buffer(share * s.buffer_factor * s.top_k * token_bytes)
         passes = exchange.Passes(
-            count=s.num_exchanged,
-            forward=s.num_exchanged - s.is_training,
+            count=s.num_dispatched,
+            returns=1 + s.is_training,
+            forward=s.num_dispatched - s.is_training,
             backward=int(s.is_training),
             token_bytes=token_bytes,
             tokens_count=1 + s.is_training,

@@ -90,7 +90,7 @@ class CostModel:
     """Whether collectives run beside other work of a device. On CPUs they do not."""
     remat: str = "none"
     """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
-    and copies; 'full' repeats the exchange of rows too."""
+    and copies; 'full' sends rows again too."""
     tokens: int = 0
     """Number of tokens of a tensor group in a micro-batch, which schedules gather; 0:
     they are not counted."""
@@ -104,10 +104,10 @@ class CostModel:
         return 3 + (self.remat != "none")
 
     @property
-    def num_exchanged(self) -> int:
-        """Number of exchanges of rows in a step: dispatch, combine, their transposes,
-        and with remat 'full' dispatch and combine again."""
-        return 6 if self.remat == "full" else 4
+    def num_dispatched(self) -> int:
+        """Number of times in a step that rows are sent to experts: forward, backward,
+        and forward again with remat 'full'. Results return twice."""
+        return 2 + (self.remat == "full")
 
     @property
     def num_fetched(self) -> int:
@@ -178,10 +178,10 @@ class CostModel:
             ragged_bytes=ragged if layout.transport == "ragged" else None,
         )
         num_exchanges = self.micro_batches * layout.num_exchanges
-        num_passes = self.num_exchanged // 2
         passes = exchange.Passes(
-            count=num_passes * num_exchanges,
-            forward=(num_passes - 1) * self.micro_batches,
+            count=self.num_dispatched * num_exchanges,
+            returns=2 * num_exchanges,
+            forward=(self.num_dispatched - 1) * self.micro_batches,
             backward=self.micro_batches,
             token_bytes=self.tokens * self.bytes_per_row,
             tokens_count=2 * self.micro_batches * (self.tokens > 0),

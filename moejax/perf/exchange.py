@@ -5,8 +5,8 @@ its collectives join.
     row_terms(..)    collectives of rows, by schedule; domains travel by the same ones
 
 A term is a number of equal collectives over a group of mesh axes, on the line of a
-calibration for these axes (`moejax.perf.terms`). Sizes are of one pass, which is
-dispatch and combine; a step has several (`Passes`). With
+calibration for these axes (`moejax.perf.terms`). Sizes are of one pass, in which rows
+are dispatched and results return; a step has several (`Passes`). With
 
     B    buffer of a device's rows for all owners      T   tokens of a tensor group
     MP   devices of the tensor axis                    EP  owners, or their domains
@@ -121,8 +121,11 @@ class Passes:
     """How often a step exchanges the rows of a layer, and what it gathers beside."""
 
     count: int
-    """Number of passes in a step: forward and backward, and forward again with remat
-    'full', of each exchange of each micro-batch."""
+    """Number of times in a step that rows are dispatched: forward and backward, and
+    forward again with remat 'full', of each exchange of each micro-batch."""
+    returns: int
+    """Number of times that results return: a forward pass that runs again does not read
+    them."""
     forward: int
     """Number of forward passes, in each of which a layer's tokens are gathered once,
     also where they are exchanged in halves."""
@@ -185,17 +188,17 @@ class _Maker:
             steps = [({axis: n}, size) for axis, n in devices.items()]
             if buffer.far_bytes is not None:
                 steps[0] = steps[0][0], buffer.far_bytes
-        found, count = [], self.passes.count * buffer.rounds
+        found, passes, rounds = [], self.passes, buffer.rounds
         for step, step_size in steps:
             leaving = leaving_bytes("all_to_all", step_size, num_devices(step))
             if buffer.ragged_bytes is not None:
                 leaving = buffer.ragged_bytes
-            leaving /= buffer.rounds
-            args = self.lines, "all_to_all", step
-            found.append(terms.collective_term(*args, leaving, 2 * count, "rows"))
+            leaving /= rounds
+            args, both = (self.lines, "all_to_all", step), passes.count + passes.returns
+            found.append(terms.collective_term(*args, leaving, both * rounds, "rows"))
             if buffer.card_share:
-                card = buffer.card_share * leaving
-                found.append(terms.collective_term(*args, card, count, "cards"))
+                card = buffer.card_share * leaving, passes.count * rounds
+                found.append(terms.collective_term(*args, *card, "cards"))
         return found
 
     def tokens(self, group: str) -> Term:
@@ -231,7 +234,7 @@ def _base(m: _Maker) -> Iterator[Term]:
     whole = passes.token_bytes * num_devices(m.groups["within"])
     yield m.collective("all_gather", "within", whole, passes.backward, "gradients")
     yield from m.exchanged("owners", size)
-    yield m.collective("all_reduce", "shards", size, passes.count)
+    yield m.collective("all_reduce", "shards", size, passes.returns)
     yield m.tokens("outer")
 
 
@@ -245,27 +248,28 @@ def _s2(m: _Maker) -> Iterator[Term]:
     """Yield the terms of schedule s2."""
     size, passes = m.buffer.size_bytes, m.passes
     travel = m.exchanged("everyone", size * m.shards / m.tensor)
-    gather = m.collective("all_gather", "tensor", size, passes.count)
+    count = passes.returns
+    gather = m.collective("all_gather", "tensor", size, count)
     yield from travel
     yield gather
-    if passes.count:
+    if count:
         rows_sec = sum(term.sec for term in travel if term.name.endswith("rows"))
-        one_sec = rows_sec / (2 * passes.count)
-        hidden_sec = passes.overlap * min(one_sec, gather.sec / passes.count)
+        one_sec = rows_sec / (passes.count + count)
+        hidden_sec = passes.overlap * min(one_sec, gather.sec / count)
         yield Term(
             "hidden under all_to_all",
-            passes.count * (hidden_sec > 0),
+            count * (hidden_sec > 0),
             0.0,
-            -passes.count * hidden_sec,
+            -count * hidden_sec,
         )
 
 
 def _s1h(m: _Maker) -> Iterator[Term]:
     """Yield the terms of schedule s1h."""
-    size, count = m.buffer.size_bytes, m.passes.count
+    size, passes = m.buffer.size_bytes, m.passes
     yield from m.exchanged("owners", size)
-    yield m.collective("all_gather", "shards", size * m.shards, count)
-    yield m.collective("reduce_scatter", "shards", size * m.shards, count)
+    yield m.collective("all_gather", "shards", size * m.shards, passes.count)
+    yield m.collective("reduce_scatter", "shards", size * m.shards, passes.returns)
     yield m.tokens("tensor")
 
 

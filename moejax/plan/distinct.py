@@ -4,16 +4,12 @@ A *destination* is a device, a domain, or a node of several devices. A token wit
 choices sends one row to each destination that computes any of them.
 """
 
-from typing import overload
-
 import numpy as np
 
 
-@overload
-def distinct_share(share: float, top_k: int, num_experts: int) -> float: ...
-@overload
-def distinct_share(share: np.ndarray, top_k: int, num_experts: int) -> np.ndarray: ...
-def distinct_share(share, top_k, num_experts):
+def distinct_share(
+    share: float | np.ndarray, top_k: int, num_experts: int
+) -> np.ndarray:
     """Return the expected share of tokens with at least one choice at a destination,
     which gets `share` of all choices.
 
@@ -26,10 +22,10 @@ def distinct_share(share, top_k, num_experts):
         >>> float(distinct_share(1 / 8, 2, 8).round(3))  # one expert: no two choices
         0.25
     """
-    missed = np.ones_like(np.asarray(share, float))
+    held = np.asarray(share, float) * num_experts
+    missed = np.ones_like(held)
     for choice in range(top_k):
-        held = np.asarray(share, float) * num_experts / (num_experts - choice)
-        missed = missed * np.clip(1.0 - held, 0.0, 1.0)
+        missed *= np.clip(1.0 - held / (num_experts - choice), 0.0, 1.0)
     return 1.0 - missed
 
 

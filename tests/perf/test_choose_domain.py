@@ -64,7 +64,7 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
     back = s.expert_bytes * experts
     again = 0.0
     if s.remat == "full":
-        again = before + s.expert_sec + pair
+        again = before + s.expert_sec + pair / 2  # results need not return
         if not is_once:
             again += max(0.0, out - before) if is_hidden else out
     work = 2 * (before + s.expert_sec)

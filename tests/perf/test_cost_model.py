@@ -278,7 +278,7 @@ def test_what_remat_does_again_is_charged_again():
     layout = make_layout("transient", offers_per_device=1, copies_per_device=1)
     out_sec = COST.sync_sec(layout) / 2
     for remat, computed, exchanged, fetched in (
-        ("none", 3, 4, 1), ("dispatch", 4, 4, 2), ("full", 4, 6, 2),
+        ("none", 3, 4, 1), ("dispatch", 4, 4, 2), ("full", 4, 5, 2),
     ):  # fmt: skip
         cost = dataclasses.replace(COST, remat=remat)
         expected = computed * 0.3 + exchanged * 1.0 + (fetched + 1) * out_sec

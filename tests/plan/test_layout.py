@@ -108,7 +108,7 @@ def test_rounds_and_capacity_follow_from_rows_per_device(fields, per_round, per_
 
 
 def test_buffers_hold_what_round_0_needs_of_devices():
-    """Of 1024 choices of each of 4 sources for 8 experts a device has a quarter."""
+    """A device computes a quarter of the 1024 choices of each of 4 sources."""
     sizes = {"transport": "padded", "top_k": 2}
     assert Layout.home(8, 4, 1024, **sizes).rows_per_device == 1536
     assert Layout.home(8, 4, 1024, 1e9, **sizes).rows_per_device == 4 * 512 * 2

@@ -59,10 +59,10 @@ def test_bytes_are_the_cost_models_times(dispatch, remat):
     rows_sec = cost.rows_sec(np.zeros((w, w)), layout)
     assert_close(total(found, "rows", "cards"), layers * rows_sec * cost.bytes_per_sec)
     num_rows = w * layout.rows_per_peer * (1 - 1 / w) * cost.micro_batches * layers
-    passes = cost.num_exchanged / 2
-    assert_close(total(found, "rows"), 2 * passes * num_rows * cost.bytes_per_row)
-    # A gate and a slot, 4 bytes each, for each of two choices: once a pass.
-    assert_close(total(found, "cards"), passes * num_rows * 16)
+    sent = 2 + (remat == "full")  # results return twice
+    assert_close(total(found, "rows"), (sent + 2) * num_rows * cost.bytes_per_row)
+    # A gate and a slot, 4 bytes each, for each of two choices.
+    assert_close(total(found, "cards"), sent * num_rows * 16)
     sync_sec = cost.sync_sec(layout)
     moved = total(found, "weights", "gradients", "experts")
     assert_close(moved, layers * sync_sec * cost.bytes_per_sec)

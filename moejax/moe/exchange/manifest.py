@@ -99,13 +99,12 @@ def manifest(
     slot_nk = slot_a.reshape(n, k)
 
     # 2. The rows of each destination, and how many of them go in round 0.
-    w, f = layout.num_devices, layout.num_destinations
-    choices_nw = _choices_at(slot_nk, w, layout.num_slots)
+    choices_nw = _choices_at(slot_nk, layout)
     rows_nw = jnp.minimum(choices_nw, 1)
     rows_uw = None  # without levels they are those of the destinations
     if layout.has_levels:
         rows_uw = _of_all(jnp.sum(rows_nw, axis=0, dtype=jnp.int32), sources)
-    rows_nf = rows_nw.reshape(n, f, -1).max(axis=2)
+    rows_nf = rows_nw.reshape(n, layout.num_destinations, -1).max(axis=2)
     args = rows_nw, choices_nw, rows_uw, counts_up, mesh_layout
     fits_nf, rows_to_nf = _fits_in_first(*args)
     first_f = jnp.sum(jnp.where(fits_nf, rows_nf, 0), axis=0, dtype=jnp.int32)
@@ -226,12 +225,10 @@ def _room(value_uw: Int[Array, "u w"], capacity: int) -> Int[Array, " w"]:
     return jnp.where(total_w <= capacity, np.iinfo(np.int32).max, room_w)
 
 
-def _choices_at(slot_nk, num_destinations: int, num_slots: int) -> Int[Array, "n w"]:
-    """Return how many choices of each token lie at each destination, all of which have
-    the same number of slots."""
-    slots_each = num_slots // num_destinations
-    at_nk = jnp.where(slot_nk < 0, EMPTY, slot_nk // slots_each)
-    is_at_nkw = at_nk[:, :, None] == jnp.arange(num_destinations)
+def _choices_at(slot_nk, layout: Layout) -> Int[Array, "n w"]:
+    """Return how many choices of each token lie on each device."""
+    device_nk = jnp.where(slot_nk < 0, EMPTY, slot_nk // layout.slots_per_device)
+    is_at_nkw = device_nk[:, :, None] == jnp.arange(layout.num_devices)
     return jnp.sum(is_at_nkw, axis=1, dtype=jnp.int32)
 
 
