@@ -260,7 +260,7 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
         rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
         return max(1, min(rows, limit))
 
-    rows = room([sent.fullest for sent in sent_l], view.num_nodes * tokens)
+    rows = room([sent.fullest for sent in sent_l], view.num_relayed * tokens)
     most = view.num_sources * tokens * view.max_choices
     to_node = room([sent.to_node for sent in sent_l], tokens)
     return dataclasses.replace(

@@ -165,12 +165,12 @@ class CostModel:
         from others."""
         view, tensor = layout.exchanged.topped_up, layout.tensor
         rounds, more = _later_rounds(left, view)
-        rows = view.rows_per_peer + view.num_nodes * more
+        nodes = view.num_relayed
+        rows = view.rows_per_peer + nodes * more
         ragged = off_device * self.bytes_per_row
-        near = view.num_devices // view.num_nodes
         buffer = exchange.Buffer(
-            size_bytes=near * rows * self.bytes_per_row,
-            far_bytes=view.num_nodes * (view.rows_per_node + more) * self.bytes_per_row
+            size_bytes=view.num_devices // nodes * rows * self.bytes_per_row,
+            far_bytes=nodes * (view.rows_per_node + more) * self.bytes_per_row
             if view.has_levels
             else None,
             card_share=CARD_BYTES * layout.top_k / self.bytes_per_row,

@@ -27,11 +27,16 @@ def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
     """
     # What shadows a step makes depends on its loads: without them rows are local first.
     split = "local_first" if layout.split == "shadow" else layout.split
-    num_units = layout.exchanged.num_devices
+    view = layout.exchanged
     load_ue, row_p = unit_loads(load_we, layout), unit_slots(row_p, layout)
     if split == "top_up":
-        return _topped_up(load_ue, row_p, layout.exchanged)
-    return rows_by_slot(load_ue, row_p, num_units, split)
+        return _topped_up(load_ue, row_p, view)
+    return rows_by_slot(load_ue, row_p, view.num_devices, split, _near_nodes(view))
+
+
+def _near_nodes(layout: Layout) -> int:
+    """Return the number of nodes within which a split deals rows first."""
+    return layout.num_nodes if layout.deals_near else 1
 
 
 def has_copies(rows_up: np.ndarray, layout: Layout) -> bool:
@@ -44,7 +49,11 @@ def has_copies(rows_up: np.ndarray, layout: Layout) -> bool:
 
 
 def rows_by_slot(
-    load_we: np.ndarray, row_p: np.ndarray, num_devices: int, split: Split = "even"
+    load_we: np.ndarray,
+    row_p: np.ndarray,
+    num_devices: int,
+    split: Split = "even",
+    nodes: int = 1,
 ) -> np.ndarray:
     """Return the rows from each source device to each slot, float [w, p].
 
@@ -53,8 +62,8 @@ def rows_by_slot(
     sources share theirs among all replicas.
     water_filling: replicas take the shares that relieve the fullest device, for loads
     rounded to whole rows, as near to the certified bound as in training. Each source
-    divides its rows as all sources together do. (On devices more rows stay at home, as
-    far as round 0 has room.)
+    divides its rows as all sources together do, or with several `nodes` nearest first.
+    (On devices more rows stay at home, as far as round 0 has room.)
     top_up: as water_filling, without the copies of a micro-batch (`layer_rows` has
     them).
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
@@ -64,9 +73,9 @@ def rows_by_slot(
     """
     assert split != "shadow", "the step alone knows which experts are worth a shadow"
     if split in ("water_filling", "top_up"):
-        return _water_filling(load_we, row_p)
+        return _water_filling(load_we, row_p, nodes)
     if split == "dynamic":
-        return _dynamic(load_we, row_p)
+        return _dynamic(load_we, row_p, nodes)
     num_experts = load_we.shape[1]
     full_p = row_p >= 0
     expert_p = np.where(full_p, row_p, 0)
@@ -109,9 +118,9 @@ def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
     carries of each pair what fits into its buffer, and no more than its share of what
     the receiver can compute, as on devices (moejax.moe.exchange.manifest).
     """
-    k, w = layout.top_k, len(pair_uu)
-    sizes = pair_uu.sum(axis=1, keepdims=True) / k, k, layout.num_experts
-    rows_uw = distinct_rows(pair_uu, *sizes)
+    w = len(pair_uu)
+    tokens_u1 = pair_uu.sum(axis=1, keepdims=True) / layout.top_k
+    rows_uw = distinct_rows(pair_uu, tokens_u1, layout.choosing)
     # Sources whose tokens lie on the same devices send alike.
     room_w = _room(pair_uu, layout.rows_per_device * w / layout.num_sources)
     computed_uw = np.minimum(1.0, room_w / np.maximum(pair_uu, 1e-300))
@@ -127,7 +136,7 @@ def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
         return Sent(float(fullest), 0.0, float(left_uw.max()), float(off_device))
     nodes, per_node = layout.num_nodes, w // layout.num_nodes
     node_uf = pair_uu.reshape(w, nodes, per_node).sum(axis=2)
-    node_uf = distinct_rows(node_uf, *sizes)
+    node_uf = distinct_rows(node_uf, tokens_u1, layout.choosing)
     passed_iw = rows_uw.reshape(nodes, per_node, w).sum(axis=0)
     index_w = np.arange(w) % per_node
     is_home_iw = index_w == np.arange(per_node)[:, None]
@@ -181,11 +190,11 @@ def max_over_mean(load_x: np.ndarray) -> float:
     return float(load_x.max() / mean) if mean > 0 else 1.0
 
 
-def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+def _water_filling(load_we: np.ndarray, row_p: np.ndarray, nodes: int) -> np.ndarray:
     """Return the rows from each source to each slot under split 'water_filling'."""
     tables = _whole(load_we), np.asarray(row_p, np.int32)
     rows_p = _fill(*(table.tobytes() for table in tables), len(load_we))
-    return _divide_by_source(load_we, rows_p, row_p)
+    return _divide_by_source(load_we, rows_p, row_p, nodes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,7 +209,7 @@ def _fill(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
     return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 
-def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+def _dynamic(load_we: np.ndarray, row_p: np.ndarray, nodes: int) -> np.ndarray:
     """Return the rows from each source to each slot under split 'dynamic'."""
     num_devices, num_experts = load_we.shape
     slots, own = len(row_p) // num_devices, num_experts // num_devices
@@ -217,7 +226,7 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
         copies_per_device=slots - own,
     )
     replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)
-    return _divide_by_source(load_we, replicas.rows_p, replicas.row_p)
+    return _divide_by_source(load_we, replicas.rows_p, replicas.row_p, nodes)
 
 
 def _topped_up(load_ue: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.ndarray:
@@ -228,7 +237,7 @@ def _topped_up(load_ue: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
     row_us[:, : layout.slots_per_device] = row_p.reshape(w, -1)
     tables = _whole(load_ue), row_us.reshape(-1)
     made = _top_up(*(table.tobytes() for table in tables), there)
-    return _divide_by_source(load_ue, made.rows_p, made.row_p)
+    return _divide_by_source(load_ue, made.rows_p, made.row_p, _near_nodes(layout))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,15 +248,36 @@ def _top_up(load_e: bytes, row_p: bytes, layout: Layout) -> top_up.TopUp:
 
 
 def _divide_by_source(
-    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray
+    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray, nodes: int
 ) -> np.ndarray:
     """Return the rows from each source to each slot, [w, p].
 
     A source divides the rows of an expert in proportion to `rows_p` of its replicas.
+    With several nodes rows go to replicas on their device first, as far as these need
+    them, then to those on their node, and only the others anywhere.
     """
+    w, e = load_we.shape
     expert_p = np.maximum(row_p, 0)
-    total_e = np.bincount(expert_p, rows_p, load_we.shape[1])
-    return load_we[:, expert_p] * (rows_p / np.maximum(total_e, 1)[expert_p])
+    device_p = np.arange(len(row_p)) // (len(row_p) // w)
+    total_e = np.maximum(np.bincount(expert_p, rows_p, e), 1)
+    left_we = load_we
+    left_p = rows_p * (load_we.sum(axis=0) / total_e)[expert_p]
+    dealt_wp = np.zeros((w, len(row_p)))
+    for num in (w, nodes) if nodes > 1 else ():
+        node_w = np.arange(w) // (w // num)
+        node_p = node_w[device_p]
+        room_em = np.bincount(expert_p * num + node_p, left_p, e * num).reshape(e, num)
+        rows_em = left_we.reshape(num, -1, e).sum(axis=1).T
+        total_p = np.maximum(room_em, rows_em)[expert_p, node_p]
+        share_wp = left_we[:, expert_p] * (left_p / np.maximum(total_p, 1e-300))
+        share_wp[node_w[:, None] != node_p] = 0.0
+        dealt_wp += share_wp
+        left_p = np.maximum(left_p - share_wp.sum(axis=0), 0.0)
+        dealt_ew = np.zeros((e, w))
+        np.add.at(dealt_ew, expert_p, share_wp.T)
+        left_we = np.maximum(left_we - dealt_ew.T, 0.0)
+    total_e = np.maximum(np.bincount(expert_p, left_p, e), 1e-300)
+    return dealt_wp + left_we[:, expert_p] * (left_p / total_e[expert_p])
 
 
 def _whole(load_we: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from moejax.plan.distinct import distinct_share
+from moejax.plan.distinct import Choosing, distinct_share
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
 from moejax.rich import shown_by
@@ -194,12 +194,18 @@ class Layout:
     slot. 0 stands for as many as full buffers of all sources can make."""
     top_k: int = 1
     """Number of experts that a token chooses at most (k)."""
+    num_groups: int = 1
+    """Number of groups of consecutive experts (Router.num_groups)."""
+    top_groups: int = 1
+    """Number of groups from which a token chooses (Router.top_groups). Where each group
+    lies in one node, a token sends rows to no more nodes."""
     num_nodes: int = 1
-    """Number of nodes into which the outer mesh axis cuts the group, if rows travel in
-    two levels: to nodes, and from there to devices (transport 'hierarchical')."""
+    """Number of nodes into which the outer mesh axis cuts the group. Links between them
+    are slow; 1 where the group has one axis, or a tensor axis orders the collectives.
+    """
     rows_per_node: int = 0
-    """Number of rows that one device can send to one other node in round 0, if there
-    are several."""
+    """Number of rows that one device can send to one other node in round 0, if rows
+    travel in two levels."""
     halves: bool = False
     """Whether the tokens of a device are exchanged in two independent halves, so that
     the rows of one travel while the other one's are computed."""
@@ -310,6 +316,11 @@ class Layout:
         )
 
     @property
+    def choosing(self) -> Choosing:
+        """How a token chooses its experts."""
+        return Choosing(self.top_k, self.num_experts, self.num_groups, self.top_groups)
+
+    @property
     def max_choices(self) -> int:
         """Number of choices that one row can carry."""
         return min(self.top_k, self.slots_per_device)
@@ -350,7 +361,33 @@ class Layout:
     @property
     def has_levels(self) -> bool:
         """Whether rows travel to nodes first, and from there to devices."""
+        return self.has_nodes and self.transport == "hierarchical"
+
+    @property
+    def num_relayed(self) -> int:
+        """Number of sources whose rows a device sends to the devices of its node: one
+        of each node, or without levels itself alone."""
+        return self.num_nodes if self.has_levels else 1
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether the group has several nodes of several devices."""
         return 1 < self.num_nodes < self.num_devices
+
+    @property
+    def deals_near(self) -> bool:
+        """Whether a split that may choose gives rows to replicas on their own node
+        first. With whole buffers between all devices it would save nothing, and fill
+        some of them more than others."""
+        return self.has_nodes and self.transport in ("hierarchical", "ragged")
+
+    @property
+    def gathers_choices(self) -> bool:
+        """Whether a source gives the choices of a token to as few devices as the split
+        allows: where replicas leave it a choice, and fewer rows then travel."""
+        has_replicas = self.num_slots > self.num_experts or self.split == "top_up"
+        is_sent = self.sends_rows and self.exchange == "exact"
+        return has_replicas and is_sent and self.top_k > 1
 
     @property
     def source_share(self) -> float:
@@ -432,8 +469,7 @@ class Layout:
     def _carries(self, tokens: int) -> bool:
         """Return whether round 0 carries everything that sources of this many tokens
         can send, and devices can compute it."""
-        # A device passes on the rows of one source of each node.
-        reach = tokens * (self.num_nodes if self.has_levels else 1)
+        reach = tokens * self.num_relayed
         sends_all = not self.sends_rows or self.rows_per_peer >= reach
         sends_all &= not self.has_levels or self.rows_per_node >= tokens
         choices = min(self.top_k, self.slots_per_device + self.top_up_copies)
@@ -536,12 +572,16 @@ class Layout:
         reached = 1 if domain is None else domain.shared[0]
         far_nodes = max(num_nodes // reached, 1)
 
+        groups = (kwargs.get(name, 1) for name in ("num_groups", "top_groups"))
+        choosing = Choosing(top_k, num_experts, *groups)
+
         def rows_to(num_destinations: int) -> int:
-            share = distinct_share(1 / num_destinations, top_k, num_experts)
+            share = distinct_share(1 / num_destinations, choosing)
             return min(_rounded_up(buffer_factor * tokens * float(share)), most)
 
         rows_per_peer, rows_per_node = rows_to(num_peers), 0
-        if 1 < far_nodes < num_peers:
+        is_hierarchical = kwargs.get("transport") == "hierarchical"
+        if is_hierarchical and 1 < far_nodes < num_peers:
             rows_per_node = rows_to(far_nodes)
             rows_per_peer = min(far_nodes * rows_per_peer, far_nodes * most)
         if kwargs.get("exchange") == "capacity":
@@ -821,11 +861,6 @@ def _check_buffers(layout: Layout) -> None:
             f"rows_per_device={layout.rows_per_device} is less than one row from each "
             f"of {sources} sources to each slot: raise Dispatch.buffer_factor, or use "
             "Dispatch.exchange = 'exact'"
-        )
-    if layout.has_levels and layout.transport != "hierarchical":
-        raise ValueError(
-            f"num_nodes={layout.num_nodes} sends rows in two levels: use "
-            f"transport='hierarchical', not '{layout.transport}'"
         )
     if layout.transport == "local" and layout.num_senders > layout.domain_size:
         raise ValueError(

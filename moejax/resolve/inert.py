@@ -33,6 +33,15 @@ def inert_parts(cfg: Config) -> list[str]:
             f"{names} are all 0: nothing trains the router to load its experts evenly; "
             "set one of them"
         )
+    axis, *inner = cfg.dispatch.group_axes
+    nodes, groups = getattr(cfg.mesh, axis), router.num_groups
+    is_limited = chooses and router.top_groups < groups
+    if is_limited and inner and groups % nodes:
+        lines.append(
+            f"Router.top_groups={router.top_groups} of {groups} groups does not limit "
+            f"the links that a token crosses along Mesh.{axis}={nodes}: groups lie "
+            f"across them; let Router.num_groups be a multiple of {nodes}"
+        )
     if cfg.optimizer.warmup_steps >= train.num_steps:
         lines.append(
             f"Optimizer.warmup_steps={cfg.optimizer.warmup_steps} lasts as long as "

@@ -32,8 +32,8 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         partition.num_owners,
         _source_choices(cfg, partition),
         cfg.dispatch.buffer_factor,
-        top_k=cfg.moe.top_k,
-        num_nodes=_num_nodes(cfg, partition, cfg.dispatch.transport),
+        **_choosing(cfg),
+        num_nodes=_num_nodes(cfg, partition),
         transport=cfg.dispatch.transport,
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
@@ -98,12 +98,21 @@ def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
         return device_here().platform == "cpu"
 
 
-def _num_nodes(cfg: Config, partition: Partition, transport: str) -> int:
-    """Return the number of nodes to which rows travel first: 1 but for a hierarchical
-    transport, and where a tensor axis orders the collectives."""
-    if transport != "hierarchical" or partition.tensor is not None:
+def _num_nodes(cfg: Config, partition: Partition) -> int:
+    """Return the number of nodes that the outer axis of the group makes: 1 where the
+    group has one axis, and where a tensor axis orders the collectives."""
+    outer, *inner = group_sizes(cfg).values()
+    if not inner or partition.tensor is not None:
         return 1
-    return next(iter(group_sizes(cfg).values()))
+    return outer
+
+
+def _choosing(cfg: Config) -> dict[str, int]:
+    """Return the fields of a layout that say how tokens choose experts."""
+    groups = cfg.router.num_groups, cfg.router.top_groups
+    if cfg.router.kind == "recorded":  # choices follow the record
+        groups = 1, 1
+    return {"top_k": cfg.moe.top_k, "num_groups": groups[0], "top_groups": groups[1]}
 
 
 def _source_choices(cfg: Config, partition: Partition) -> int:
@@ -143,8 +152,8 @@ def exact_layout(
         partition.num_owners,
         partition.source_tokens(tokens_per_device) * cfg.moe.top_k,
         buffer_factor=cfg.dispatch.buffer_factor,
-        top_k=cfg.moe.top_k,
-        num_nodes=_num_nodes(cfg, partition, transport),
+        **_choosing(cfg),
+        num_nodes=_num_nodes(cfg, partition),
         transport=transport,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,

@@ -1,5 +1,7 @@
 """Traffic that the planner predicts for splits that depend on the load."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,22 @@ def test_water_filling_deals_every_row_as_near_to_the_optimum_as_a_step_does():
         fullest = device_rows(rows_wp).max()
         tolerance = water_filling.split_tolerance(load_we.sum(), W)
         assert best - 1e-6 <= fullest <= best + tolerance + 1e-6
+
+
+def test_with_nodes_rows_stay_where_replicas_need_them():
+    """On their device first, then on their node, as a step deals them."""
+    device_p = np.arange(W * 4) // 4
+    for num, node_w in ((W, np.arange(W)), (2, np.arange(W) // 2)):
+        for seed in range(20):
+            load_we, row_p = np.rint(make_load(seed)), make_plan_row(seed)
+            rows_wp = rows_by_slot(load_we, row_p, W, "water_filling", nodes=2)
+            slots_p = rows_by_slot(load_we, row_p, W, "water_filling").sum(axis=0)
+            assert np.allclose(rows_wp.sum(axis=0), slots_p)
+            for expert, node in itertools.product(range(E), range(num)):
+                there_p = (row_p == expert) & (node_w[device_p] == node)
+                stay = rows_wp[node_w == node][:, there_p].sum()
+                rows = load_we[node_w == node, expert].sum()
+                assert np.isclose(stay, min(rows, slots_p[there_p].sum()))
 
 
 def test_each_source_gives_its_replicas_the_same_shares():

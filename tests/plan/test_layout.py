@@ -157,7 +157,6 @@ def test_a_step_has_loops_where_the_buffer_may_not_carry_all_rows():
         (lambda: changed(align_rows=96), "align_rows=96 must be 1, 64 or 128"),
         (lambda: changed(rows_per_device=5, exchange="capacity"),
          "rows_per_device=5 is less than one row from each of 2 sources"),
-        (lambda: Layout(8, 4, 2, 8, num_nodes=2), "num_nodes=2 sends rows in two"),
         (lambda: changed(exchange="capacity", overflow="redo"), "overflow='redo'"),
         (lambda: Layout(4, 2, 2, 8, domain=Domain((4,), (2,))), "axis sizes"),
         (lambda: Layout(4, 2, 2, 8, transport="ragged", tensor=Tensor("s2", 2, 2)),

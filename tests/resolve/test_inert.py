@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from moejax.config import Balance, Config, Moe, Optimizer, Router, Train
+from moejax.config import Balance, Config, Dispatch, Moe, Optimizer, Router, Train
+from moejax.plan.layout import Topology
 from moejax.resolve.inert import inert_parts
 from tests.support.run_main import ROOT
 from train.config import gin_reader
@@ -12,6 +13,14 @@ from train.config import gin_reader
 ONE = Moe(num_experts=8, top_k=1)
 EPLB = Config(
     balance=Balance(policy="eplb"), optimizer=Optimizer(warmup_steps=2)
+)  # fmt: skip
+TWO_DCS = Config(
+    mesh=Topology(dc=2, expert=2), dispatch=Dispatch(group="dc_expert"),
+    router=Router(num_groups=4, top_groups=2),
+)  # fmt: skip
+THREE_DCS = dataclasses.replace(
+    TWO_DCS, mesh=Topology(dc=3, expert=2), moe=Moe(num_experts=24, top_k=2),
+    train=Train(batch_size=12),
 )  # fmt: skip
 UNBALANCED = {"balance_loss": 0.0, "sequence_balance_loss": 0.0}
 
@@ -24,6 +33,8 @@ UNBALANCED = {"balance_loss": 0.0, "sequence_balance_loss": 0.0}
         (Config(moe=ONE, router=Router(normalise_gates=False)), None),
         (Config(moe=ONE, router=Router(training="dense")), None),
         (Config(router=Router(**UNBALANCED)), "Router.bias_rate"),
+        (TWO_DCS, None),
+        (THREE_DCS, "Router.top_groups=2"),
         (Config(router=Router(**UNBALANCED, bias_rate=0.001)), None),
         (Config(router=Router(**UNBALANCED, mutual_information_loss=0.1)), None),
         (Config(train=Train(num_steps=50)), "Optimizer.warmup_steps=50"),

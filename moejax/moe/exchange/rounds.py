@@ -77,7 +77,7 @@ def _later_window(layout: Layout, sent: Manifest, r) -> Window:
     each = layout.rows_per_round
     begin_uf = sent.first_uf + (r - 1) * each
     # A device passes on the rows of one source of each node, to all devices of its own.
-    rows = (each, layout.num_nodes * each) if layout.has_levels else (each,)
+    rows = (each, layout.num_relayed * each) if layout.has_levels else (each,)
     return Window(begin_uf, begin_uf + each, rows, layout.computed_per_round)
 
 

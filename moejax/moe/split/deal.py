@@ -13,6 +13,10 @@ Both margins are exact: the rows of each slot, and the rows of each source.
 
     sources     |0 0 0 0|1 1|3 3 3|
     replicas    |a a|b b b b b|c c|        0 -> a 2, b 2; 1 -> b 2; 3 -> b 1, c 2
+
+Where a layout deals nearest first (`Layout.deals_near`), steps 2 and 3 are made within
+each node first: as many rows of an expert as the node's devices have, or as its
+replicas there need, whichever is less. Only the others leave the node.
 """
 
 from typing import NamedTuple
@@ -62,14 +66,15 @@ def deal(
 
     left_ew = counts_we.T.at[expert_q, device_q].add(-local_q)
     left_q = rows_q - local_q
-    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
     dealt_qw = jnp.where(is_here_qw, local_q[:, None], 0)
-
-    share_qw = _shares(left_ew, left_q, expert_q)
-    left_ew = left_ew.at[expert_q].add(-share_qw)
-    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
-    rest_qw = _overlap(left_ew, left_q, expert_q, first_q)
-    return (dealt_qw + share_qw + rest_qw).T
+    for nodes in (layout.num_nodes, 1) if layout.deals_near else (1,):
+        near = _Nodes.of(expert_q, device_q, layout.num_devices, nodes)
+        for step in (_shares, _overlap):
+            step_qw = step(left_ew, left_q, near)
+            left_ew = left_ew.at[expert_q].add(-step_qw)
+            left_q -= jnp.sum(step_qw, axis=1, dtype=jnp.int32)
+            dealt_qw += step_qw
+    return dealt_qw.T
 
 
 def find_active(placement: Placement, layout: Layout):
@@ -106,11 +111,47 @@ def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: L
     return stays_ws.reshape(-1)[slot_q]
 
 
-def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
-    """Divide the remaining rows of each source among the slots of their expert, in
-    proportion to the slots' remaining room, rounded down."""
-    load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
-    return _product_over(left_ew[expert_q], left_q[:, None], load_q[:, None])
+class _Nodes(NamedTuple):
+    """Runs of consecutive devices, within which rows are dealt."""
+
+    expert_q: Int[Array, " q"]
+    node_q: Int[Array, " q"]
+    """Node of the q-th slot."""
+    first_q: Int[Array, " q"]
+    """First of the slots of the same expert on the same node."""
+    is_near_qw: Array
+    """Whether each device is on the node of the q-th slot, bool [q, w]."""
+    num: int
+    """Number of nodes."""
+
+    @classmethod
+    def of(cls, expert_q, device_q, num_devices: int, num: int) -> "_Nodes":
+        """Return `num` nodes of equally many devices, and the slots on them."""
+        node_q = device_q // (num_devices // num)
+        index_q = jnp.arange(len(expert_q), dtype=jnp.int32)
+        is_new_q = (jnp.diff(expert_q) != 0) | (jnp.diff(node_q) != 0)
+        first_q = jax.lax.cummax(jnp.where(jnp.append(True, is_new_q), index_q, 0))
+        node_w = jnp.arange(num_devices) // (num_devices // num)
+        return cls(expert_q, node_q, first_q, node_q[:, None] == node_w, num)
+
+    def up_to(self, value_ew: Int[Array, "e w"]) -> Int[Array, "e w"]:
+        """Return sums over the devices of a node, up to each device and with it."""
+        value_emi = value_ew.reshape(len(value_ew), self.num, -1)
+        sums_emi = jnp.cumsum(value_emi, axis=2, dtype=jnp.int32)
+        return sums_emi.reshape(value_ew.shape)
+
+
+def _shares(left_ew, left_q, near: _Nodes) -> Int[Array, "q w"]:
+    """Divide the remaining rows of each source among the slots of their expert on its
+    node, in proportion to the slots' remaining room, rounded down."""
+    shape, at_q = (len(left_ew), near.num), (near.expert_q, near.node_q)
+    total_em = jnp.sum(left_ew.reshape(*shape, -1), axis=2, dtype=jnp.int32)
+    if near.num > 1:  # on one node all rows find room, and room all rows
+        room_em = jnp.zeros(shape, jnp.int32).at[at_q].add(left_q)
+        total_em = jnp.maximum(total_em, room_em)
+    total_q = total_em[at_q]
+    share_qw = _product_over(left_ew[near.expert_q], left_q[:, None], total_q[:, None])
+    return jnp.where(near.is_near_qw, share_qw, 0)
 
 
 def _product_over(x, y, total):
@@ -129,15 +170,16 @@ def _excess_bits(value):
     return jnp.maximum(32 - SHARE_BITS - jax.lax.clz(value), 0)
 
 
-def _overlap(left_ew, left_q, expert_q, first_q) -> Int[Array, "q w"]:
+def _overlap(left_ew, left_q, near: _Nodes) -> Int[Array, "q w"]:
     """Return the rows from each source to each slot that remain after `_shares`.
 
-    The rows of an expert are laid out on one line twice, by source and by slot. A
-    source sends to a slot as many rows as their intervals overlap.
+    The rows of an expert and node are laid out on one line twice, by source and by
+    slot. A source sends to a slot as many rows as their intervals overlap.
     """
-    end_ew = jnp.cumsum(left_ew, axis=1, dtype=jnp.int32)
+    end_ew = near.up_to(left_ew)
     end_q = jnp.cumsum(left_q, dtype=jnp.int32)
-    end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]
+    end_q1 = (end_q - (end_q - left_q)[near.first_q])[:, None]
     begin_q1 = end_q1 - left_q[:, None]
-    end_qw, begin_qw = end_ew[expert_q], (end_ew - left_ew)[expert_q]
-    return jnp.maximum(jnp.minimum(end_qw, end_q1) - jnp.maximum(begin_qw, begin_q1), 0)
+    end_qw, begin_qw = end_ew[near.expert_q], (end_ew - left_ew)[near.expert_q]
+    rows_qw = jnp.minimum(end_qw, end_q1) - jnp.maximum(begin_qw, begin_q1)
+    return jnp.where(near.is_near_qw, jnp.maximum(rows_qw, 0), 0)

@@ -1,10 +1,12 @@
 """Test the function that turns rows per slot into rows from each source to each slot.
 
 Sums over sources and over slots are exact. Pairs of devices are about equally full.
-Rows stay at home as far as round 0 carries them.
+Rows stay at home as far as round 0 carries them, and on their node as far as its
+replicas need them.
 """
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -27,14 +29,15 @@ def compiled(layout: Layout):
     return jax.jit(functools.partial(deal, layout=layout))
 
 
-def run_deal(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
+def run_deal(counts_we, row_p, rows_p, rows_per_peer: int, nodes=1) -> np.ndarray:
     """Return the rows from each source to each slot, [w, p]."""
     w, e = counts_we.shape
     # With a tensor axis, rows that stay are in a buffer too.
     tensor = None if rows_per_peer == ROOM else Tensor("s1h", 2, 2)
     layout = Layout(
-        e, w, len(row_p) // w, rows_per_peer, store="sharded", tensor=tensor
-    )
+        e, w, len(row_p) // w, rows_per_peer, "ragged" if nodes > 1 else "padded",
+        store="sharded", tensor=tensor, num_nodes=nodes,
+    )  # fmt: skip
     placement = Placement.from_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
     placement = placement.layer(0)
     rows_q = rows_p[placement.slot_lq].astype(np.int32)
@@ -57,11 +60,11 @@ def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
     return rows_p
 
 
-@pytest.mark.parametrize("rows_per_peer", [8, ROOM])
-def test_sums_over_sources_and_over_slots_are_exact(rows_per_peer):
+@pytest.mark.parametrize(("rows_per_peer", "nodes"), [(8, 1), (ROOM, 1), (ROOM, 2)])
+def test_sums_over_sources_and_over_slots_are_exact(rows_per_peer, nodes):
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
-        quota_wp = run_deal(counts_we, row_p, rows_p, rows_per_peer)
+        quota_wp = run_deal(counts_we, row_p, rows_p, rows_per_peer, nodes)
         assert quota_wp.min() >= 0
         assert np.array_equal(quota_wp.sum(axis=0), rows_p)
         for expert in range(E):
@@ -79,6 +82,26 @@ def test_with_room_rows_stay_at_home():
         here_p = counts_we[device_p, np.maximum(row_p, 0)]
         stays_p = quota_wp[device_p, np.arange(len(row_p))]
         assert np.array_equal(stays_p, np.minimum(here_p, rows_p))
+
+
+def test_rows_stay_on_their_node():
+    """No rows of an expert leave a node whose replicas take rows from other nodes. So
+    as many stay as any split of the same rows per slot allows."""
+    node_w = np.repeat([0, 1], 2)
+    node_p = node_w[np.arange(len(CASES[0][0])) // 5]
+    num_far = num_least = 0
+    for seed, (row_p, counts_we) in enumerate(CASES):
+        rows_p = any_rows(counts_we, row_p, seed)
+        far_wp = run_deal(counts_we, row_p, rows_p, ROOM, nodes=2)
+        far_wp[node_w[:, None] == node_p] = 0
+        num_far += far_wp.sum(dtype=np.int64)
+        for expert, node in itertools.product(range(E), range(2)):
+            there_p = (row_p == expert) & (node_p == node)
+            leave = far_wp[node_w == node][:, row_p == expert].sum()
+            assert not (leave and far_wp[:, there_p].any())
+            rows = counts_we[node_w == node, expert].sum(dtype=np.int64)
+            num_least += max(rows - rows_p[there_p].sum(), 0)
+    assert num_far == num_least
 
 
 def test_one_hot_expert_on_half_of_the_devices_fills_pairs_evenly():
