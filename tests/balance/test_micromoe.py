@@ -11,8 +11,10 @@ from moejax.balance.policies.micromoe import policy as micromoe
 from moejax.balance.policies.micromoe import symmetric as graphs
 from moejax.balance.policies.micromoe.asymmetric import (
     DRIFT,
+    MAX_LOSS,
     Slots,
     drifting,
+    far_rows,
     fill,
     scored,
 )
@@ -158,3 +160,27 @@ def test_the_search_does_not_end_worse_than_it_began():
         assert (greedy_ws != EMPTY).all()
         assert scored(row_ws, task)[0] <= scored(greedy_ws, task)[0]
         assert ratio(load_e, row_ws.reshape(-1), w) < 1.01
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_copies_lie_near_the_tokens_of_their_experts(nodes):
+    """With nodes, plans score as well as without, within MAX_LOSS, and fewer rows are
+    far from any replica of their expert; never more."""
+    flat = make_layout(6)
+    near = dataclasses.replace(flat, num_nodes=nodes, axes=("dc", "expert"))
+    far = {flat: 0.0, near: 0.0}
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        tilt_we = np.repeat(np.exp(rng.normal(size=(nodes, E))), W // nodes, axis=0)
+        load_lwe = (tilt_we * zipf(seed, 0.6))[None] * 1000
+        load_me = load_lwe[0].reshape(nodes, -1, E).sum(axis=1)
+        task, found = drifting(load_lwe[0].sum(axis=0), W), {}
+        home = ExpertPlan.home_in(flat, 1)
+        for layout in (flat, near):
+            plan = micromoe.plan(load_lwe, layout, NOTES, home).validate(layout)
+            row_ws = plan.slot_to_expert_lp[0].reshape(W, -1)
+            found[layout] = scored(row_ws, task)[0], far_rows(row_ws, load_me)
+            far[layout] += found[layout][1]
+        assert found[near][0] <= max(found[flat][0], 1.001) + MAX_LOSS
+        assert found[near][1] <= found[flat][1]
+    assert far[near] < 0.8 * far[flat]

@@ -5,7 +5,8 @@ others, so that an exact split can even out the load of each micro-batch.
     asymmetric    copies where the forecast load needs them (`asymmetric.py`)
 
 In both kinds of plan every device keeps its own experts, and all others that it holds
-are copies.
+are copies. Where rows cross slow links between nodes one by one (Layout.deals_near),
+copies lie near the tokens of their experts, as far as balance allows (`nearer`).
 """
 
 import functools
@@ -18,7 +19,9 @@ from moejax.balance.policies.micromoe.asymmetric import (
     EVEN,
     Slots,
     drifting,
+    far_rows,
     improved,
+    nearer,
     scored,
 )
 from moejax.perf.cost_model import CostModel
@@ -61,6 +64,9 @@ def plan(
             rows.append(replaced(load_e, room, current_p))
         else:
             rows.append(_from_home(load_e, room)[0])
+        if layout.deals_near and load_e.any():
+            load_me = load_we.reshape(layout.num_nodes, -1, layout.num_experts)
+            rows[-1] = near(load_me.sum(axis=1), room, rows[-1])
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
@@ -116,6 +122,29 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
     if has_copies and score > scored(current_ws, task)[0] - CLEARLY:
         return current_p
     return row_ws.reshape(-1)
+
+
+def near(load_me: np.ndarray, room: Room, row_p: np.ndarray) -> np.ndarray:
+    """Return the slots [p] with copies nearer to the tokens of their experts, by rows
+    of each node; `row_p` itself where that keeps few more rows on their node."""
+    tables = np.asarray(load_me, np.float64), np.asarray(row_p, np.int32)
+    return _near(*(table.tobytes() for table in tables), len(load_me), room)
+
+
+@functools.lru_cache(maxsize=512)
+def _near(load_me: bytes, row_p: bytes, nodes: int, room: Room) -> np.ndarray:
+    """Return the result of `near`."""
+    load_me = np.frombuffer(load_me).reshape(nodes, -1)
+    row_p, load_e = np.frombuffer(row_p, np.int32), load_me.sum(axis=0)
+    row_ws = row_p.reshape(room.num_devices, -1)
+    may_copy_e = _offered(load_e, room)
+    slots = _with_free_slots(row_ws, may_copy_e, room)
+    if slots is None:
+        return row_p
+    task = drifting(load_e, room.num_devices)
+    near_ws = nearer(slots, may_copy_e, task, load_me)
+    saved = far_rows(row_ws, load_me) - far_rows(near_ws, load_me)
+    return near_ws.reshape(-1) if saved > CLEARLY * load_me.sum() else row_p
 
 
 def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
