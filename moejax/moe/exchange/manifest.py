@@ -6,6 +6,10 @@ split then cuts each expert's choices into one block per replica.
     expert        0 0 0 0 0 1 2 2        expert 0 has slots 0 and 3, 2 + 3 choices
     slot          0 0 3 3 3 1 2 2
 
+Which choices are in which block is free. Where that saves rows, a choice has a *wish*:
+the replica on a device that the token's other choices need anyway, or may share. Wishes
+are met as far as the split's numbers allow, and other choices fill the rest.
+
 A token sends one *row* to each destination that has a slot of its choices: a device or,
 where rows travel in two levels, a node. Rows for one destination are in the order of
 tokens. Round 0 carries the first of them: as many as fit into its buffer, and into the
@@ -21,6 +25,7 @@ from jaxtyping import Array, Int
 
 from moejax.moe.exchange.schedules import find_schedule
 from moejax.moe.mesh_roles import Axes, MeshLayout, index_along
+from moejax.moe.split.deal import find_active
 from moejax.moe.split.divide import divide
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
@@ -70,33 +75,30 @@ def manifest(
     layout.rows_per_slot choices go from one source to one slot, and first choices take
     precedence among an expert's.
     """
-    layout, (n, k) = mesh_layout.layout, expert_nk.shape
+    layout, n = mesh_layout.layout, len(expert_nk)
     e = layout.num_experts
     if layout.exchange == "capacity" and layout.sends_rows:
         kept = layout.slots_per_device * layout.rows_per_slot
         assert layout.rows_per_peer >= min(n, kept), (layout.rows_per_peer, n, kept)
     sources = find_schedule(mesh_layout).sources(mesh_layout)
-    expert_a = jnp.where(expert_nk < 0, e, expert_nk).T.reshape(-1)
-    order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
-    count_e = jnp.sum(expert_a[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
+    count_e = jnp.sum(
+        expert_nk.reshape(-1)[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32
+    )
     counts_ue = _of_all(count_e, sources)
     quota_uq, bound, placement = divide(counts_ue, placement, layout)
 
     # 1. The slot of each choice.
-    slot_q = placement.slot_lq
     kept_uq = length_uq = quota_uq
     if layout.exchange == "capacity":
         kept_uq = jnp.minimum(quota_uq, layout.rows_per_slot)
         length_uq = _append_dropped(kept_uq, quota_uq, placement.expert_lq, e)
+    slot_q = placement.slot_lq
     counts_up = jnp.zeros_like(kept_uq).at[:, slot_q].set(kept_uq, unique_indices=True)
     me = index_along(sources)
-    block_a, within_a = _locate_in_blocks(length_uq[me], n * k)
-    is_sent_a = jnp.arange(n * k) < jnp.sum(count_e)
-    is_sent_a &= within_a < kept_uq[me][block_a]
-    slot_a = jnp.where(is_sent_a, slot_q[block_a], EMPTY)
-    assignment_a = order_a % n * k + order_a // n
-    slot_a = jnp.zeros_like(slot_a).at[assignment_a].set(slot_a, unique_indices=True)
-    slot_nk = slot_a.reshape(n, k)
+    wish_nk = None
+    if layout.gathers_choices:
+        wish_nk = _wishes(expert_nk, kept_uq[me], placement, mesh_layout)
+    slot_nk = _slots(expert_nk, wish_nk, kept_uq[me], length_uq[me], slot_q)
 
     # 2. The rows of each destination, and how many of them go in round 0.
     choices_nw = _choices_at(slot_nk, layout)
@@ -189,7 +191,7 @@ def _fits_in_first(rows_nw, choices_nw, rows_uw, counts_up, mesh_layout: MeshLay
     if layout.is_local:
         return fits_nw, rows_to_nw
     limit_w, keeps = jnp.full(w, layout.rows_per_peer), layout.keeps_home_rows
-    nodes = layout.num_nodes if layout.has_levels else 1
+    nodes = layout.num_relayed
     per_node, own = w // nodes, index_along(mesh_layout.peer_axes)
     if layout.has_levels:
         passed_uw = rows_uw.reshape(nodes, per_node, w)[:, own % per_node]
@@ -253,6 +255,102 @@ def _of_all(value: Array, sources: Axes) -> Array:
     if not sources:
         return value[None]
     return jax.lax.all_gather(value, sources, to="invarying")
+
+
+def _slots(
+    expert_nk: Int[Array, "n k"],
+    wish_nk: Int[Array, "n k"] | None,
+    kept_q: Int[Array, " q"],
+    length_q: Int[Array, " q"],
+    slot_q: Int[Array, " q"],
+) -> Int[Array, "n k"]:
+    """Return the slot of each choice of one source, -1 for choices that go nowhere.
+
+    The q-th slot gets `length_q` choices of its expert: first those that wish it
+    (`_wishes`), then others: unmet wishes before choices without one, and first choices
+    before second ones. It computes the first `kept_q` of them.
+    """
+    n, k = expert_nk.shape
+    num_slots, index_a = len(slot_q), jnp.arange(n * k, dtype=jnp.int32)
+    none = np.iinfo(np.int32).max
+    expert_a = jnp.where(expert_nk < 0, none, expert_nk).T.reshape(-1)
+    key_a = expert_a
+    if wish_nk is not None:  # wishes of an expert stand before its other choices
+        wish_a = jnp.where(wish_nk < 0, num_slots, wish_nk).T.reshape(-1)
+        key_a = expert_nk.T.reshape(-1) * (num_slots + 1) + wish_a
+        key_a = jnp.where(expert_a == none, none, key_a)
+    order_a = jnp.argsort(key_a, stable=True).astype(jnp.int32)
+    is_sent_a = expert_a[order_a] < none
+    if wish_nk is None:
+        block_a, within_a = _locate_in_blocks(length_q, n * k)
+        is_sent_a &= within_a < kept_q[block_a]
+    else:
+        key_a, wish_a = key_a[order_a], wish_a[order_a]
+        is_new_a = jnp.append(True, key_a[1:] != key_a[:-1])
+        rank_a = index_a - jax.lax.cummax(jnp.where(is_new_a, index_a, 0))
+        is_met_a = rank_a < jnp.append(length_q, 0)[wish_a]
+        met_q = (
+            jnp.zeros_like(length_q)
+            .at[wish_a]
+            .add(is_met_a.astype(jnp.int32), mode="drop")
+        )
+        other_a = jnp.cumsum(~is_met_a, dtype=jnp.int32) - 1
+        block_a, _ = _locate_in_blocks(length_q - met_q, n * k)
+        block_a = jnp.where(is_met_a, wish_a, block_a[jnp.maximum(other_a, 0)])
+    slot_a = jnp.where(is_sent_a, slot_q[block_a], EMPTY)
+    assignment_a = order_a % n * k + order_a // n
+    slot_a = jnp.zeros_like(slot_a).at[assignment_a].set(slot_a, unique_indices=True)
+    return slot_a.reshape(n, k)
+
+
+def _wishes(
+    expert_nk: Int[Array, "n k"],
+    quota_q: Int[Array, " q"],
+    placement: Placement,
+    mesh_layout: MeshLayout,
+) -> Int[Array, "n k"]:
+    """Return the index q of the slot that each choice wishes, -1 for none.
+
+    A device is *needed* by a token that has a choice which no other device computes;
+    its own device is needed anyway. A choice wishes a needed device, else the one that
+    may compute most of the token's choices, if that is more than one. Where rows travel
+    to nodes first, these are chosen in the same way, and then their devices.
+    """
+    layout, k = mesh_layout.layout, expert_nk.shape[1]
+    e, w = layout.num_experts, layout.num_devices
+    expert_q, device_q, _ = find_active(placement, layout)
+    expert_q = jnp.where((quota_q > 0) & (placement.expert_lq >= 0), expert_q, e)
+    index_q = jnp.arange(len(quota_q), dtype=jnp.int32)
+    slot_ew = jnp.full((e, w), EMPTY, jnp.int32)
+    slot_ew = slot_ew.at[expert_q, device_q].max(index_q, mode="drop")
+    slot_nkw = jnp.where(expert_nk[..., None] < 0, EMPTY, slot_ew[expert_nk])
+    can_nkw = slot_nkw >= 0
+    is_free_nk = jnp.sum(can_nkw, axis=2, dtype=jnp.int32) > 1
+
+    def worth(can_nkx):
+        """Return the rank of each destination for the choices of a token."""
+        num = can_nkx.shape[2]
+        is_only_nk1 = jnp.sum(can_nkx, axis=2, keepdims=True, dtype=jnp.int32) == 1
+        needed_nx = jnp.any(can_nkx & is_only_nk1, axis=1)
+        if layout.tensor is None:
+            own = index_along(mesh_layout.peer_axes) // (w // num)
+            needed_nx |= jnp.arange(num) == own
+        shared_nx = jnp.sum(can_nkx, axis=1, dtype=jnp.int32)
+        return jnp.where(needed_nx, k + 1, shared_nx)
+
+    worth_nw = worth(can_nkw)
+    is_worth_nw = worth_nw > 1
+    if layout.has_levels:
+        nodes = layout.num_nodes
+        can_nkf = can_nkw.reshape(*expert_nk.shape, nodes, -1).any(axis=3)
+        worth_nf = jnp.repeat(worth(can_nkf), w // nodes, axis=1)
+        is_worth_nw |= worth_nf > 1
+        worth_nw += (k + 2) * worth_nf
+    worth_nkw = jnp.where(can_nkw & is_worth_nw[:, None], worth_nw[:, None], EMPTY)
+    best_nk1 = jnp.argmax(worth_nkw, axis=2, keepdims=True)
+    wish_nk = jnp.take_along_axis(slot_nkw, best_nk1, axis=2)[..., 0]
+    is_wish_nk = is_free_nk & (jnp.max(worth_nkw, axis=2) >= 0)
+    return jnp.where(is_wish_nk, wish_nk, EMPTY)
 
 
 def _append_dropped(kept_uq, quota_uq, expert_q, num_experts: int):

@@ -120,6 +120,95 @@ def rows_by_definition(slot_unk: np.ndarray, num_destinations: int):
     return rows_uf, rows
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_choices_of_a_token_gather_where_the_split_allows(nodes):
+    """The slots of choices are those of a definition. Each slot has as many as the
+    split says, and fewer rows travel than where choices fill slots in order."""
+    k, n = 3, 40
+    axes = GROUP_AXES["dc_expert" if nodes > 1 else "expert"]
+    layout = Layout(
+        E, W, SLOTS, n * nodes, "hierarchical" if nodes > 1 else "padded",
+        store="sharded", axes=axes, split="even", top_k=k, num_nodes=nodes,
+        rows_per_node=n,
+    )  # fmt: skip
+    run = make_manifest(Topology(dc=nodes, expert=W // nodes), layout, lambda s, _: s)
+    num_sent = {True: 0, False: 0}
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        expert_wnk = np.argsort(rng.random((W, n, E)), axis=-1)[..., :k]
+        expert_wnk = np.where(rng.random((W, n, k)) < 0.1, -1, expert_wnk)
+        row_p = make_slots(seed, SLOTS)
+        placement = placed(ExpertPlan(row_p[None], E), layout)
+        sent = jax.device_get(
+            run(expert_wnk.astype(np.int32).reshape(-1, k), placement)
+        )
+        for me in range(W):
+            counts_e = (expert_wnk[me][..., None] == np.arange(E)).sum((0, 1))
+            quota_p = sent.counts_up[me, me]
+            assert np.array_equal(np.bincount(row_p + 1, quota_p)[1:], counts_e)
+            for wishes in (True, False):
+                slot_nk = slots_by_definition(
+                    expert_wnk[me], quota_p, row_p, me if wishes else None, nodes
+                )
+                assert not wishes or np.array_equal(sent.slot_nk[me], slot_nk)
+                rows_f = rows_by_definition(slot_nk[None], W)[0][0]
+                num_sent[wishes] += rows_f.sum() - rows_f[me]
+    assert num_sent[True] < 0.94 * num_sent[False]
+
+
+def slots_by_definition(expert_nk, quota_p, row_p, me, nodes: int) -> np.ndarray:
+    """Return the slot of each choice of source `me`: wishes are met first, by order of
+    choices and tokens, and other choices fill slots in order, those whose wish was not
+    met first. Without `me` there are no wishes."""
+    n, k = expert_nk.shape
+    per_node = W // nodes
+    slot_nk, left_p = np.full((n, k), -1), quota_p.copy()
+
+    def devices(expert):
+        return sorted(
+            {int(p) // SLOTS for p in np.flatnonzero((row_p == expert) & (quota_p > 0))}
+        )
+
+    def worth(place, sets):
+        """Return the rank of a place (a device or node); `sets` are the places of each
+        choice of the token, `own` that of the source."""
+        if any(found == {place} for found in sets):
+            return k + 1
+        return sum(place in found for found in sets)
+
+    wishes = {}
+    for t, expert_k in enumerate(expert_nk):
+        by_device = [set(devices(e)) for e in expert_k]
+        by_node = [{d // per_node for d in found} for found in by_device]
+        for c, found in enumerate(by_device):
+            if me is None or len(found) < 2:
+                continue
+            ranks = {}
+            for d in found:
+                rank = k + 1 if d == me else worth(d, by_device)
+                node = d // per_node
+                far = k + 1 if node == me // per_node else worth(node, by_node)
+                far = far if nodes > 1 else 0
+                if max(rank, far) > 1:
+                    ranks[d] = (far, rank)
+            if ranks:
+                best = max(sorted(ranks), key=ranks.get)
+                on_best = (row_p == expert_k[c]) & (quota_p > 0)
+                on_best &= np.arange(len(row_p)) // SLOTS == best
+                wishes[t, c] = int(np.flatnonzero(on_best)[-1])
+    in_order = [(t, c) for c in range(k) for t in range(n)]
+    for t, c in in_order:
+        slot = wishes.get((t, c), -1)
+        if slot >= 0 and left_p[slot]:
+            slot_nk[t, c], left_p[slot] = slot, left_p[slot] - 1
+    for t, c in sorted(in_order, key=lambda at: wishes.get(at, len(row_p))):
+        if slot_nk[t, c] < 0 and expert_nk[t, c] >= 0:
+            slot = np.flatnonzero((row_p == expert_nk[t, c]) & (left_p > 0))[0]
+            slot_nk[t, c], left_p[slot] = slot, left_p[slot] - 1
+    return slot_nk
+
+
 BUFFERS = [(3, 12, 3), (2, 40, 2), (12, 9, 12), (1, 7, 1), (12, 200, 12)]
 """Rows per peer, rows per device, rows per node; the last hold everything."""
 
