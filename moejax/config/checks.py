@@ -51,7 +51,6 @@ MAX_WAIT_SEC = 10**7
 MAX_WIDTH = 2**20
 MAX_HEADS = 2**14
 MAX_LAYERS = 2**12
-MAX_EXPERTS = 2**13
 MAX_SEED = 2**63 - 1
 MAX_TABLE = 2**22
 """Largest number of entries of a table with one for each layer and expert, or for each

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 from moejax.config.attention import Attention, LayerAttention, Mla, Rope
 from moejax.config.checks import (
     AXIS,
-    MAX_EXPERTS,
     MAX_HEADS,
     MAX_INT32,
     MAX_LAYERS,
@@ -17,6 +16,7 @@ from moejax.config.checks import (
     require_min,
     require_positive,
 )
+from moejax.plan.layout import MAX_EXPERTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of one array element, by compute dtype."""
 MAX_AXIS = 2**16
 """Largest number of devices along one axis of a mesh."""
+MAX_EXPERTS = 2**13
+"""Largest number of experts of a layer."""
 MAX_SLACK = 2**20
 """Largest Layout.top_up_slack: 1024 times the mean, above which nothing is copied."""
 ROW_MULTIPLE = 8
@@ -632,10 +634,15 @@ def uneven_group(num_experts: int, num_devices: int, axes: tuple[str, ...]) -> s
     if num_experts % num_devices == 0:
         return ""
     near = num_experts // num_devices * num_devices or num_devices
-    fix = "Mesh.expert" if len(axes) == 1 else "Dispatch.group"
+    fix = f"Mesh.{axes[0]}" if len(axes) == 1 else "Dispatch.group"
+    values = [n for n in (near, near + num_devices) if n <= MAX_EXPERTS]
+    advice = f"use {' or '.join(map(str, values))}, or another {fix}"
+    if not values:
+        mesh = " x ".join(f"Mesh.{axis}" for axis in axes)
+        advice = f"use {mesh} = {num_experts} or a divisor of it"
     return (
         f"num_experts={num_experts} must be divisible by {group_name(axes)} "
-        f"({num_devices}): use {near} or {near + num_devices}, or another {fix}"
+        f"({num_devices}): {advice}"
     )
 
 
