@@ -208,6 +208,17 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(name):
     assert_one_line(error, words)
 
 
+def test_a_layer_beyond_the_last_is_refused_in_one_line():
+    placement = set_up().place(num_layers=2)
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, placement.layer(-1), placement.layer(1))
+    )
+    for index in (2, -3):
+        with pytest.raises(IndexError) as error:
+            placement.layer(index)
+        assert_one_line(error, [f"layer({index})", "2 layers"])
+
+
 def test_arguments_in_another_order_are_refused_in_one_line():
     setup, layer = set_up(), MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
     x_btd, placement = jnp.zeros(SHAPE), setup.place().layer(0)

@@ -117,7 +117,14 @@ class Placement:
         )
 
     def layer(self, index: int) -> "Placement":
-        """Return the placement of one layer, without the leading dim."""
+        """Return the placement of one layer, without the leading dim. An int beyond the
+        layers raises IndexError; JAX would take the last one."""
+        num_layers = len(self.slot_to_expert_lp)
+        if isinstance(index, int) and not -num_layers <= index < num_layers:
+            raise IndexError(
+                f"layer({index}) of a placement of {num_layers} layers: use 0 to "
+                f"{num_layers - 1}"
+            )
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
