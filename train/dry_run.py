@@ -26,7 +26,7 @@ from moejax.resolve.inert import inert_parts
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
-from moejax.resolve.step_time import StepTime, predict
+from moejax.resolve.step_time import predict
 from moejax.resolve.strategies import find_strategies, link_time
 from train.launch.program import usable_bytes
 from train.logs.peak import speed
@@ -104,9 +104,15 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     if target is not None:
         fit = Fit(target, sum(memory.values()), usable)
         print(f"target             {fit}")
-        time = predict(run, target.rates, memory["masters"])
-        record["step"] = _show_time(run, target, time)
+        record["step"] = _show_time(run, target, memory["masters"])
         record["fit"] = _show_changes(cfg, fit)
+    elif run.calibration.is_measured:
+        record["step"] = _show_time(run, None, memory["masters"])
+    else:
+        print(
+            "step               not predicted: measure these devices with "
+            "tools/calibrate.py, and name its file in Balance.calibration"
+        )
     _print(run, record, plan)
     print(f"replicas           {covered}")
     if target is not None:
@@ -114,12 +120,18 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     return record
 
 
-def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
-    """Print the predicted time of a step, and return it as a record."""
-    cfg, rates, parts = run.cfg, target.rates, dataclasses.asdict(time)
-    record = {"sec": time.total, "parts": parts} | speed(cfg, time.total, target.name)
+def _show_time(run: Resolved, target: Target | None, master_bytes: int) -> dict:
+    """Print the predicted time of a step, on a target or at the calibration's speeds,
+    and return it as a record."""
+    cfg, rates = run.cfg, None if target is None else target.rates
+    time = predict(run, rates, master_bytes)
+    parts = dataclasses.asdict(time)
+    kind = run.calibration.device_kind if target is None else target.name
+    record = {"sec": time.total, "parts": parts} | speed(cfg, time.total, kind)
     beside = "two GPUs took 1.12 and 1.15 times as long"
-    if cfg.model.compute_dtype == "float32":
+    if target is None:
+        beside = "simulated devices took 2.6 to 4.5 times as long"
+    elif cfg.model.compute_dtype == "float32":
         record["mfu"] = None
         beside = "products of float32 take several times as long as these of bfloat16"
     mfu = "" if record["mfu"] is None else f", {record['mfu']:.1%} MFU"
@@ -129,11 +141,14 @@ def _show_time(run: Resolved, target: Target, time: StepTime) -> dict:
     )
     shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)
     print(f"  seconds of       {shown}")
-    print(
-        f"  at               {rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
-        f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
-        f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory; no work hides an exchange"
-    )
+    at = f"speeds {run.speeds}; the update and casts of weights are in no part"
+    if rates is not None:
+        at = (
+            f"{rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
+            f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
+            f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory"
+        )
+    print(f"  at               {at}; no work hides an exchange")
     return record
 
 

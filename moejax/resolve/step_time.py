@@ -1,9 +1,9 @@
-"""Predicted seconds of a train step on a GPU that need not be here, by parts.
+"""Predicted seconds of a train step on devices that need not be here, by parts.
 
 Blocks are those of the cost model, for an even load in the home placement, at the run's
-speeds. What it leaves out is added at the target's rates: the head, and the bytes of
+speeds. What it leaves out is added at a target's rates: the head, and the bytes of
 weights that the update and each micro-batch move. Elementwise work of activations is in
-no part: two GPUs took 1.12 and 1.15 times the prediction (docs/gpu.md).
+no part. docs/measured.md has clocks beside predictions.
 """
 
 import dataclasses
@@ -46,9 +46,13 @@ class StepTime:
         return sum(dataclasses.astuple(self))
 
 
-def predict(run: Resolved, rates: Rates, master_bytes: int) -> StepTime:
+def predict(run: Resolved, rates: Rates | None, master_bytes: int) -> StepTime:
     """Return the predicted time of a train step of a run, whose devices hold
-    `master_bytes` of parameters each."""
+    `master_bytes` of parameters each.
+
+    `rates` are those of a target. None: the calibration's FLOP/s count for the head
+    too, and `weights` is 0, since no rate of memory was measured.
+    """
     cfg, layout = run.cfg, run.layout
     shape = cfg.model.num_moe_layers, layout.num_devices, layout.num_experts
     load_lwe = np.full(shape, rows_per_step(cfg, layout) / layout.num_experts)
@@ -56,14 +60,20 @@ def predict(run: Resolved, rates: Rates, master_bytes: int) -> StepTime:
     parts = run.cost.step_parts(load_lwe, plan, layout, num_blocks)
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices
     head_flops = HEAD_PASSES * flops_per_token(cfg.network).head * tokens
-    moved = master_bytes / FLOAT32 * _bytes_per_param(run)
+    head_rate, weights_sec = run.cost.flops_per_sec, 0.0
+    if rates is not None:
+        moved = master_bytes / FLOAT32 * _bytes_per_param(run)
+        head_rate, weights_sec = (
+            rates.dense_flops_per_sec,
+            moved / rates.hbm_bytes_per_sec,
+        )
     return StepTime(
         experts=parts.experts,
         exchange=parts.wires,
         copies=parts.copies,
         blocks=parts.blocks,
-        head=head_flops / rates.dense_flops_per_sec,
-        weights=moved / rates.hbm_bytes_per_sec,
+        head=head_flops / head_rate,
+        weights=weights_sec,
     )
 
 

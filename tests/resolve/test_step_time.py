@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from moejax.config import Config, Model, Moe, Optimizer, Train
+from moejax.config import Balance, Config, Model, Moe, Optimizer, Train
 from moejax.perf import target
 from moejax.plan.layout import Topology
+from moejax.resolve.speeds import presumed
 from tests.support.run_main import ROOT
 from train.config import gin_reader
 from train.dry_run import dry_run
@@ -57,12 +58,29 @@ def test_parts_by_hand():
     )
 
 
+def test_a_calibration_predicts_a_step_on_this_machine(tmp_path):
+    """It has FLOP/s for all products, and no rate of memory. Without it there is no
+    prediction."""
+    speeds = presumed(dataclasses.asdict(CFG.mesh), "cpu")
+    path = tmp_path / "calibration.json"
+    path.write_text(dataclasses.replace(speeds, when="2026-11-28").to_json())
+    record = dry_run(dataclasses.replace(CFG, balance=Balance(calibration=str(path))))
+    parts, on_gpu = record["step"]["parts"], dry_run(CFG, H100)["step"]["parts"]
+    slower = H100.rates.grouped_flops_per_sec / speeds.flops_per_sec
+    assert parts["experts"] == pytest.approx(slower * on_gpu["experts"])
+    slower = H100.rates.dense_flops_per_sec / speeds.flops_per_sec
+    assert parts["head"] == pytest.approx(slower * on_gpu["head"])
+    assert parts["weights"] == 0
+    assert record["step"]["mfu"] is None
+    assert "step" not in dry_run(CFG)
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers", "measured_sec", "ratio"),
     [("h100", 8, 0.3468, 1.15), ("h200", 16, 0.5807, 1.12)],
 )
 def test_gpus_took_as_long_as_the_dry_run_says(name, num_layers, measured_sec, ratio):
-    """The measured steps of docs/gpu.md, and the ratios that the dry run prints."""
+    """The clocks of docs/measured.md, and the ratios that the dry run prints."""
     cfg = gin_reader.load(
         [ROOT / "tools/gpu/olmoe.gin"], [f"Model.num_layers = {num_layers}"]
     )
