@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from tests.support import on_gpu
+from tests.support import on_gpu, xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
@@ -34,6 +34,12 @@ the end would run alone."""
 # A shell ignores SIGINT in its background processes, and the programs that tests start
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Each program that tests start would compile the sources of JAX and of the trainer
+    # anew, for two seconds. Folders of sources are left as they are.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(ROOT / ".cache" / "python")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 if "--gpu" in sys.argv:
     os.environ[on_gpu.VARIABLE] = "interpret" if "--interpret" in sys.argv else "device"
 # Workers of pytest-xdist inherit the variable, and do not see the flags.
@@ -51,7 +57,7 @@ if not ON_GPU:
         [
             os.environ.get("XLA_FLAGS", ""),
             f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-            "--xla_cpu_parallel_codegen_split_count=1",  # programs are small
+            *xla_flags.QUICK,
             "--xla_cpu_collective_call_terminate_timeout_seconds=600",
             "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         ]
@@ -116,6 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
             config.hook.pytest_deselected(items=out)
             items[:] = [item for item in items if item not in out]
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # modules and tests stay: no collection goes through them
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

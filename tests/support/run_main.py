@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 
+from tests.support import xla_flags
 from train.logs.record_lines import without_times
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -124,8 +125,9 @@ def command(run_dir, *params: str, flags=(), gin_file=TOY) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return this process's environment without the devices that conftest simulates."""
-    rest = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
-    return rest | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    flags = " ".join(xla_flags.QUICK)
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": flags}
+    return dict(os.environ) | own
 
 
 @functools.cache

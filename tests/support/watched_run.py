@@ -19,6 +19,7 @@ import pytest
 
 from moejax.axes import make_mesh
 from moejax.plan.expert_plan import ExpertPlan
+from tests.support import xla_flags
 from tests.support.plan_history import adopted_records
 from tests.support.run_main import (
     LIMIT_SEC,
@@ -125,7 +126,8 @@ def watched() -> Iterator[House]:
         return house.watch(lambda: compiled(self, *args), is_main)
 
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
-        patch.delenv("XLA_FLAGS")  # they are part of a key of the compilation cache
+        # They are part of a key of the compilation cache.
+        patch.setenv("XLA_FLAGS", " ".join(xla_flags.QUICK))
         set_up_backend(config())
         patch.setattr(prepare, "make_mesh", build_mesh)
         patch.setattr(balancing, "compile_steps", house.steps)
