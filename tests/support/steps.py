@@ -48,7 +48,6 @@ from train.step.step import StepContext, window_sharding
 L, E, SLOTS, BATCH, SEQ, WIDTH, HIDDEN = 2, 8, 3, 16, 8, 16, 32
 ONE_EXPERT = WIDTH * HIDDEN
 """Number of values in an expert's smallest matrix, more than in any other parameter."""
-QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 SMALL = Config(
     mesh=Topology(data=2, expert=4),
     model=Model(
@@ -356,7 +355,7 @@ def _case(cfg: Config, dtype: str, align_rows: int, is_exact: bool) -> StepCase:
 def case_maker(model: StepContext) -> StepCase:
     """Compile the train step of a context."""
     traced = trace_train_step(model)
-    step = traced.lower().compile(compiler_options=QUICK)
+    step = traced.lower().compile()
     args = (model.run, model.optimizer, model.layout.store)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(*args))
     return StepCase(model, traced, step, Mover(model), shardings)

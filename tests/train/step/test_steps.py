@@ -40,7 +40,6 @@ from train.step.expert_params import is_expert, take
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
-TWO_DCS_OF_TENSORS = Topology(dc=2, expert=2, tensor=2)
 OFTEN = (
     "resident, gathered once", "sharded, in halves", "dynamic, later rounds", "domain",
     "domain, copies filled",
@@ -173,29 +172,37 @@ def test_a_trajectory_does_not_depend_on_stores_and_plans(doubles):
 
 
 @pytest.mark.parametrize(
-    "mesh", [TWO_DCS, pytest.param(TWO_DCS_OF_TENSORS, marks=LONG)], ids=str
+    ("mesh", "ways"),
+    [
+        (TWO_DCS, [("auto", (1, 1)), ("auto", (2, 1))]),
+        pytest.param(
+            Topology(dc=2, expert=2, tensor=2),
+            [("s1h", (1, 1)), ("s2", (2, 1)), ("base", (1, 2))],
+            marks=LONG,
+        ),
+    ],
+    ids=str,
 )
-def test_a_relayout_of_schedule_and_domain_takes_the_state_as_it_is(doubles, mesh):
+def test_a_relayout_of_schedule_and_domain_takes_the_state_as_it_is(
+    doubles, mesh, ways
+):
     """Steps under other schedules and domains take the arrays of the step before, on
     their devices, and compute what they would at home."""
-    domains = [(1, 1), (2, 1), (1, 2)]
-    schedules = ["auto"] * 3 if mesh.tensor == 1 else ["s1h", "s2", "base"]
-    states = {}
-    for is_changing in (True, False):
+    parts = WAYS["domain, copies filled"] | {"mesh": mesh}
+    states = []
+    for each in ([*ways, ways[0]], [ways[0]] * (len(ways) + 1)):
         state, rng = None, np.random.default_rng(5)
-        for step, way in enumerate(zip(schedules, domains)):
-            schedule, domain = way if is_changing else (schedules[0], (1, 1))
-            fields = {"store": "resident", "slots_per_device": E // 4}
-            dispatch = {"group": "dc_expert", "domain": domain, "schedule": schedule}
-            case = make_case("small", doubles, mesh=mesh, dispatch=fields | dispatch)
+        for step, (schedule, domain) in enumerate(each):
+            dispatch = parts["dispatch"] | {"schedule": schedule, "domain": domain}
+            case = make_case("small", doubles, **parts | {"dispatch": dispatch})
             if state is None:
                 start = warm_state_of(case.model)
                 plan = random_plan(rng, case.model.layout, L)
                 start = in_order(start, plan.owned_le)
                 state = jax.device_put(start, case.shardings)
             state, _ = run(case, state, plan, step)
-        states[is_changing] = jax.device_get(state)
-    assert_close(states[True], states[False], factor=1e2, reason="three steps")
+        states.append(jax.device_get(state))
+    assert_close(*states, factor=1e2, reason="several steps")
 
 
 def test_nan_of_one_expert_stays_visible(doubles):
