@@ -13,7 +13,6 @@ from moejax.kernels import varying_alike
 from moejax.moe.exchange.dispatch import sort_by_slot
 from moejax.moe.mesh_roles import on_mesh
 from moejax.plan.layout import Layout, Topology, max_aligned_rows
-from tests.support.layers import compiled
 
 
 def test_the_largest_sum_of_aligned_rows_is_reached_and_never_exceeded():
@@ -38,7 +37,7 @@ def test_choices_are_sorted_by_slot(align):
     mesh_layout = on_mesh(make_mesh(Topology(expert=w), jax.devices()[:w]), layout)
     num_rows = layout.num_sorted_rows(rows * k)
 
-    @compiled
+    @jax.jit
     @functools.partial(
         jax.shard_map, mesh=mesh_layout.mesh, in_specs=P(), out_specs=P("expert")
     )

@@ -140,7 +140,6 @@ QUICK = {
     "base, more shards than devices": scheduled(2, 4, 4, "base", **ALL_ROWS),
     "local": scheduled(2, 2, 4, "local", **ALL_ROWS),
     "domain, hierarchical, rounds": in_domain(PLAIN, (1, 2), **HIERARCHICAL),
-    "domain over data": in_domain(DATA, (2, 1), **ALL_ROWS),
     "domain, copies filled": in_domain(
         PLAIN, (2, 1), store="transient", split="water_filling", slots_per_device=4,
     ),
@@ -187,7 +186,7 @@ GRID = {
     f"domain {shared} on {mesh}": in_domain(mesh, shared, align_rows=128)
     for mesh, shared in (
         (PLAIN, (1, 1)), (PLAIN, (2, 2)), (PLAIN, (2, 4)), (PLAIN, (1, 4)),
-        (DATA, (1, 2)), (DATA, (2, 2)),
+        (DATA, (1, 2)), (DATA, (2, 1)), (DATA, (2, 2)),
     )
 } | {
     f"domain {shared} on tensor, {name}": in_domain(TENSOR, shared, schedule=name)

@@ -64,8 +64,6 @@ ALL_ROWS = {"buffer_factor": 1e3}
 SMALL = {"buffer_factor": 0.4}
 """Buffers so small that later rounds run: for some of the rows, and some of what
 devices compute."""
-QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 class Layer(NamedTuple):
@@ -183,7 +181,7 @@ def make_layer(
         losses = joined(route.router_losses(totals, x_btd[..., 0].size, SEQ))
         return linear_value(y_btd, losses), (y_btd, losses, sums)
 
-    forward, run = compiled(layer), differentiated(run)
+    forward, run = jax.jit(layer), differentiated(run)
     return Layer(topology, layout, moe, router, forward, run, jax.device_get(params))
 
 
@@ -214,7 +212,7 @@ def linear_value(y_btd, losses):
 
 def differentiated(run):
     """Return `run`, jitted, with gradients of its parameters and its input x_btd."""
-    return compiled(jax.value_and_grad(run, (0, 2), has_aux=True))
+    return jax.jit(jax.value_and_grad(run, (0, 2), has_aux=True))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from moejax.kernels import varying_alike
 from moejax.moe.exchange.manifest import manifest
 from moejax.moe.mesh_roles import on_mesh
 from moejax.plan.layout import Layout, Topology
-from tests.support.layers import build_mesh, compiled
+from tests.support.layers import build_mesh
 
 
 def make_manifest(topology: Topology, layout: Layout, tell):
@@ -22,6 +22,4 @@ def make_manifest(topology: Topology, layout: Layout, tell):
         return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], told)
 
     spec = P(BATCH_AXES)
-    return compiled(
-        jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-    )
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec))

@@ -52,7 +52,6 @@ DCS = {"group": "dc_expert", **SMALL}
 TOPPED_UP = {
     "tensor axis": (cut(2, 2, 4, "s1", store="sharded", slots_per_device=6), "float32"),
     "shards over owners, float64": (cut(2, 4, 4, "s1h"), "float64"),
-    "domain": (config(Topology(dc=2, expert=4), domain=(1, 2), **DCS), "float32"),
     "domain with a tensor axis": (
         config(
             Topology(dc=2, expert=2, tensor=2), domain=(2, 1), schedule="s1h", **DCS
@@ -96,10 +95,17 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOPPED_UP)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tensor axis", marks=pytest.mark.long),
+        "shards over owners, float64",
+        "domain with a tensor axis",
+    ],
+)
 def test_top_up_with_domains_and_a_tensor_axis(name, request):
     """The layer is the reference with copies and without, and no device is above the
-    limit."""
+    limit. Domains alone are in the grid of test_equals_reference.py."""
     cfg, dtype = TOPPED_UP[name]
     if dtype == "float64":
         request.getfixturevalue("doubles")

@@ -22,7 +22,6 @@ from tests.support.layers import (
     EXPERTS,
     HIDDEN,
     MESHES,
-    QUICK,
     WIDTH,
     layer_layout,
     placed,
@@ -57,7 +56,7 @@ def make_slots(layout: Layout, dtype: str):
         )
         return made, pull(jax.tree.map(lambda leaf: leaf.astype(dtype), d_slots))[0]
 
-    return jax.jit(run, compiler_options=QUICK)
+    return jax.jit(run)
 
 
 def slots_case(layout: Layout, plan: ExpertPlan):
