@@ -21,7 +21,7 @@ from tests.support.random_configs import (
 from train.config.names import PARTS
 
 SEEDS = range(120)
-TRACED_EVERY = 4
+TRACED_EVERY = 6
 """Of the accepted configurations, the share of one in so many is traced."""
 ADVISED_SEEDS = range(2000, 2400)
 ADVISED = {
