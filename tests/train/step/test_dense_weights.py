@@ -24,7 +24,7 @@ from tests.support.close import assert_close
 from train.step.state import abstract_state
 from train.step.step import LossInputs, StepContext, micro_batch_loss
 
-B, T, D, E = 8, 8, 64, 64
+B, T, D, E = 8, 4, 64, 64
 MODEL = Model(
     vocab_size=16, d_model=D, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=16,
     d_ff=72, first_k_dense=1, qk_norm="full", compute_dtype="float32",
