@@ -48,17 +48,16 @@ CASES = [
     (MESHES["dc2_data2_expert2"], MERGED, "resident", "top_up", {"gather": "step"}),
 ]  # fmt: skip
 TOP_UP = {"top_up_slack": 205, "top_up_copies": 2, "top_up_offers": 2}
-DCS = {"group": "dc_expert", **SMALL}
 TOPPED_UP = {
-    "tensor axis": (cut(2, 2, 4, "s1", store="sharded", slots_per_device=6), "float32"),
     "shards over owners, float64": (cut(2, 4, 4, "s1h"), "float64"),
     "domain with a tensor axis": (
         config(
-            Topology(dc=2, expert=2, tensor=2), domain=(2, 1), schedule="s1h", **DCS
+            Topology(dc=2, expert=2, tensor=2), domain=(2, 1), schedule="s1h",
+            group="dc_expert", **SMALL,
         ),
         "float32",
     ),
-}
+}  # fmt: skip
 """Configurations, and the dtypes of their layers."""
 SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
@@ -95,17 +94,10 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("tensor axis", marks=pytest.mark.long),
-        "shards over owners, float64",
-        "domain with a tensor axis",
-    ],
-)
+@pytest.mark.parametrize("name", TOPPED_UP)
 def test_top_up_with_domains_and_a_tensor_axis(name, request):
     """The layer is the reference with copies and without, and no device is above the
-    limit. Domains alone are in the grid of test_equals_reference.py."""
+    limit. The grid of test_equals_reference.py has further schedules and domains."""
     cfg, dtype = TOPPED_UP[name]
     if dtype == "float64":
         request.getfixturevalue("doubles")
