@@ -44,7 +44,7 @@ CASES = [
     (EIGHT, ALONE, "transient", "dynamic", {"align_rows": 64}),
     (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling",
      SMALL),
-    (EIGHT, ALONE, "transient", "top_up", {"halves": True, **SMALL}),
+    (EIGHT, ALONE, "sharded", "top_up", {"halves": True, **SMALL}),
     (MESHES["dc2_data2_expert2"], MERGED, "resident", "top_up", {"gather": "step"}),
 ]  # fmt: skip
 TOP_UP = {"top_up_slack": 205, "top_up_copies": 2, "top_up_offers": 2}
