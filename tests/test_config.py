@@ -65,8 +65,6 @@ def test_minimum_values(minimum):
         (lambda: Data(corpus=()), ["Data.corpus=() names no data"]),
         (lambda: Data(weights=(1.0, 2.0)), ["one weight for each of 1 corpora"]),
         (lambda: Data(weights=(0.0,)), ["must all be above 0", "leave a corpus out"]),
-        (lambda: Train(batch_size=10, accumulate_steps=4),
-         ["Train.batch_size=10", "a multiple of accumulate_steps=4"]),
         (lambda: Model(num_heads=6, num_kv_heads=4),
          ["Model.num_heads=6", "a multiple of num_kv_heads=4"]),
         (lambda: Model(head_dim=7), ["Model.head_dim=7", "must be even"]),

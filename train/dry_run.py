@@ -128,7 +128,7 @@ def _show_time(run: Resolved, target: Target | None, master_bytes: int) -> dict:
     parts = dataclasses.asdict(time)
     kind = run.calibration.device_kind if target is None else target.name
     record = {"sec": time.total, "parts": parts} | speed(cfg, time.total, kind)
-    beside = "two GPUs took 1.12 and 1.15 times as long"
+    beside = "an H100 took 1.15 times as long, an H200 1.12"
     if target is None:
         beside = "simulated devices took 2.6 to 4.5 times as long"
     elif cfg.model.compute_dtype == "float32":
@@ -182,7 +182,7 @@ def show_meshes(cfg: Config, num_devices: int, target: Target | None = None) -> 
     for mesh in meshes:
         sizes = ", ".join(f"{axis}={size}" for axis, size in mesh["mesh"].items())
         print(f"{sizes}: {sum(mesh['memory'].values()) / GIB:.2f} GiB/device")
-        flags = " ".join(f"--gin_param={shlex.quote(x)}" for x in mesh["gin_params"])
+        flags = " ".join(map(_flag, mesh["gin_params"]))
         print(f"    {flags or 'as configured'}")
     print("GiB/device: predicted for the peak of a step; the same flags without")
     print("--num_devices print its parts")
@@ -235,7 +235,7 @@ def _show_changes(cfg: Config, fit: Fit) -> dict:
     record["changes"] = [
         {
             "why": change.why,
-            "flags": [f"--gin_param={shlex.quote(x)}" for x in change.params],
+            "flags": [_flag(x) for x in change.params],
             "total_bytes": change.total_bytes,
         }
         for change in changes
@@ -324,8 +324,13 @@ def _print_strategies(rows: list[dict], best: dict | None, target: Target) -> No
         return
     print(f"  {_why(rows, best)}")
     if not best["is_this_run"]:
-        flags = (f"--gin_param={shlex.quote(x)}" for x in best["gin_params"])
-        print(f"    {' '.join(flags)}")
+        print(f"    {' '.join(map(_flag, best['gin_params']))}")
+
+
+def _flag(binding: str) -> str:
+    """Return the flag of a binding, as one types it in a shell."""
+    quoted = f'"{binding}"' if not set('"$`\\!') & set(binding) else None
+    return f"--gin_param={quoted or shlex.quote(binding)}"
 
 
 def _why(rows: list[dict], best: dict) -> str:
@@ -360,7 +365,11 @@ def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     params, memory, flops = (
         record[name] for name in ("params", "memory", "flops_per_token")
     )
-    layout = record["layout"]
+    layout = ", ".join(
+        f"{field.name}={getattr(run.layout, field.name)!r}"
+        for field in dataclasses.fields(run.layout)
+        if getattr(run.layout, field.name) != field.default
+    )
     print(f"mesh               {run.cfg.mesh}")
     print(f"parameters         {params['total']:,} ({params['active']:,} per token)")
     print("memory per device, predicted for the peak of a step")

@@ -162,11 +162,6 @@ class Train:
         require_max(self, MAX_INT32, STEPS, "num_steps")
         require_max(self, MAX_SEED, "seeds have 64 bits", "seed")
         require_min(self, -MAX_SEED, "seed")
-        require(
-            self.batch_size % self.accumulate_steps == 0,
-            f"Train.batch_size={self.batch_size} must be a multiple of "
-            f"accumulate_steps={self.accumulate_steps}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -229,9 +229,10 @@ def _advice(names: Iterable[str]) -> str:
     names = set(names)
     if (found := names & _OF_CONVERSATIONS) and "text" not in names:
         return (
-            f"{', '.join(sorted(found))} hold conversations, which are not read: write "
-            "each as one text, as apply_chat_template(.., tokenize=False) of its "
-            "tokenizer in transformers does"
+            f"{', '.join(sorted(found))} hold conversations or pairs, which are not "
+            "read: write each as one text (apply_chat_template(.., tokenize=False) of "
+            "its tokenizer in transformers does), or name the field of the text by "
+            "Data.text_key, in tools/prepare.py --text_key"
         )
     return "name the one with the text by Data.text_key, in tools/prepare.py --text_key"
 
