@@ -17,7 +17,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	    sys.exit(0 if v[:2] == (3, 12) else "moejax needs Python 3.12, and $(PYTHON) is %d.%d: install 3.12, " \
 	    "then say where it is: make $(MAKECMDGOALS) PYTHON=python3.12" % v[:2])'
-	@echo "making $(VENV) (once; about a minute)"
+	@echo "making $(VENV) (once; a minute or three)"
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

@@ -51,7 +51,7 @@ def blocks(repo) -> list[str]:
 @pytest.mark.slow
 def test_the_page_runs_and_its_step_compiles_once(blocks, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    program, count, swap, policy, split = blocks
+    program, count, swap, policy, split, compare = blocks
     scope: dict = {"__name__": "page"}
     exec(count, scope)
     exec(program, scope)
@@ -73,6 +73,8 @@ def test_the_page_runs_and_its_step_compiles_once(blocks, monkeypatch):
         scope["placement"] = scope["setup"].place(num_layers=2)
     assert np.isfinite(step()[0])
     assert scope["compiled"].count("jit(train_step)") == 2
+    exec(compare, scope)
+    assert_close(scope["actual_btd"].reshape(-1, 64), scope["expected_nd"])
 
 
 @pytest.mark.slow
@@ -163,6 +165,10 @@ REFUSED = {
         {"router": Router(bias=True)},
         ["Router.bias is True", "made without logit_bias_e", "router_bias"],
     ),
+    "a layer of another Moe": (
+        {"moe": dataclasses.replace(MOE, num_experts=24)},
+        ["(24, 32, 48)", "the setup (16, 32, 48)", "the same Moe"],
+    ),
     "another width": ({"x": (16, 8, 31)}, ["[batch, length, 32]", "[16, 8, 31]"]),
     "no length": ({"x": (16, 32)}, ["[batch, length, 32]", "[16, 32]"]),
     "tokens, not vectors": ({"dtype": jnp.int32}, ["floating point", "int32"]),
@@ -195,7 +201,7 @@ REFUSED = {
 def test_a_call_that_does_not_fit_is_refused_in_one_line(name):
     changes, words = REFUSED[name]
     setup = set_up(router=changes.pop("router", None))
-    layer = MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    layer = MoeLayer(changes.pop("moe", MOE), SHAPE[-1], nnx.Rngs(0))
     x_btd = jnp.zeros(changes.pop("x", SHAPE), changes.pop("dtype", jnp.float32))
     placement = setup.place(num_layers=3)
     if not changes.pop("layers", False):
@@ -226,9 +232,23 @@ def test_arguments_in_another_order_are_refused_in_one_line():
         with pytest.raises(ValueError) as error:
             layer(*wrong)
         assert_one_line(error, ["takes an array, a Placement and a LayerSetup"])
+    loads_lwe, rngs = np.ones((1, 8, 16), int), nnx.Rngs(0)
+    for call, words in (
+        (lambda: moejax.set_up(make_mesh(), MOE, SHAPE),
+         "a Moe and a Mesh first, and got Mesh and Moe"),
+        (lambda: MoeLayer(SHAPE[-1], MOE, rngs), "a Moe, a width and rngs, and got i"),
+        (lambda: moejax.shard(setup, layer), "LayerSetup, and got MoeLayer as the se"),
+        (lambda: setup.place(np.arange(16)[None]), "an ExpertPlan, and got ndarray"),
+        (lambda: moejax.make_plan(setup, loads_lwe, "eplb"), "got LayerSetup, loads"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            call()
+        assert_one_line(error, [words])
+    placed, sums = setup.place().layer(0), None
+    _, sums = jax.eval_shape(lambda x_btd: layer(x_btd, placed, setup), x_btd)
     with pytest.raises(ValueError) as error:
-        moejax.set_up(make_mesh(), MOE, SHAPE)
-    assert_one_line(error, ["a Moe and a Mesh first, and got Mesh and Moe"])
+        moejax.router_losses(sums, 8, 16 * 8)
+    assert_one_line(error, ["num_tokens=8", "seq_len=128"])
 
 
 BAD_SETUPS = {
@@ -266,6 +286,14 @@ BAD_SETUPS = {
     "dense training": (
         {"router": Router(training="dense")},
         ["Router.training='dense'", "use 'sparse'"],
+    ),
+    "no such split": (
+        {"dispatch": Dispatch(split="waterfilling")},
+        ["Dispatch.split='waterfilling'", "did you mean 'water_filling'"],
+    ),
+    "no such router": (
+        {"router": Router(kind="sigmoyd")},
+        ["Router.kind='sigmoyd'", "'sigmoid'"],
     ),
     "no such policy": ({"policy": "flexmoo"}, ["'flexmoo'", "'flexmoe'"]),
     "axes in another order": (

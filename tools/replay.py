@@ -46,6 +46,8 @@ from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.counter import counted  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
 
+MANY_ROWS = 2**24
+"""Rows per peer that no load exceeds, so that every exchange has one round."""
 HEADS = ("p50", "p90", "max", "model ms", "speedup", "moves", "changes", "plan ms")
 FIELDS = (
     "device_max_over_mean_p50", "device_max_over_mean_p90",
@@ -300,7 +302,7 @@ def layout_for(
         num_experts=num_experts,
         num_devices=args.devices,
         slots_per_device=slots,
-        rows_per_peer=max(slots, 8),
+        rows_per_peer=MANY_ROWS,
         transport="ragged" if args.devices > 1 else "local",
         store=store,
         split=split or policy.split,

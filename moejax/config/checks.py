@@ -1,6 +1,9 @@
 """Rules that fields of a configuration keep, and their limits."""
 
-from typing import Any
+import dataclasses
+import difflib
+import typing
+from typing import Any, Literal
 
 
 def require(claim: bool, message: str) -> None:
@@ -44,6 +47,27 @@ def require_positive(instance: Any, *names: str) -> None:
         value = getattr(instance, name)
         rule = f"{type(instance).__name__}.{name}={value} must be above 0"
         require(value is None or value > 0, rule)
+
+
+def require_choices(instance: Any) -> None:
+    """Raise ValueError if a field of `instance` is a string that its type, a Literal,
+    does not name."""
+    for field in dataclasses.fields(instance):
+        value, kinds = getattr(instance, field.name), typing.get_args(field.type)
+        choices = [
+            choice
+            for kind in (field.type, *kinds)
+            if typing.get_origin(kind) is Literal
+            for choice in typing.get_args(kind)
+        ]
+        if not isinstance(value, str) or not choices or str in kinds:
+            continue
+        names = [choice for choice in choices if isinstance(choice, str)]
+        near = difflib.get_close_matches(value, names, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        part = type(instance).__mro__[-2].__name__
+        rule = f"{part}.{field.name}={value!r} must be one of {', '.join(names)}{hint}"
+        require(value in choices, rule)
 
 
 MAX_INT32 = 2**31 - 1

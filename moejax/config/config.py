@@ -9,6 +9,7 @@ from moejax.config.checks import (
     MAX_INT32,
     MAX_TABLE,
     require,
+    require_choices,
 )
 from moejax.config.dispatch import Dispatch, Recorded
 from moejax.config.network import Model, Moe, Network, Router
@@ -50,6 +51,8 @@ class Config:
 
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train
+        for part in dataclasses.fields(self):
+            require_choices(getattr(self, part.name))
         check_shards(self)
         layers = self.model.num_moe_layers
         require(

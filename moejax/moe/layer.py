@@ -60,6 +60,11 @@ class MoeLayer(nnx.Module):
     def __init__(
         self, moe: Moe, d_model: int, rngs: nnx.Rngs, router_bias: bool = False
     ):
+        if not (isinstance(moe, Moe) and isinstance(d_model, int)):
+            given = (type(value).__name__ for value in (moe, d_model, rngs))
+            raise ValueError(
+                f"MoeLayer takes a Moe, a width and rngs, and got {', '.join(given)}"
+            )
         e, d, f = moe.num_experts, d_model, moe.d_expert
         self.router_de = _param(rngs, (d, e), ROUTER_FAN * d)
         self.bias_e = RouterBias(jnp.zeros(e, jnp.float32))
@@ -186,7 +191,7 @@ def moe_layer_of_parts(
     arrived, if `dependency` tells of them. The other arguments are those of
     `moe_layer`.
     """
-    setup.check_biases(params)
+    setup.check_params(params)
     for part in parts:
         setup.check(part.x_btd, placement, part.forced_btk, part.jitter_btd, len(parts))
     mesh_layout, layout = setup.mesh_layout, setup.layout

@@ -193,6 +193,11 @@ def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosse
     `sequence_balance` and `z` do not depend on how the batch was cut into these; the
     other losses are computed within each micro-batch.
     """
+    if num_tokens % seq_len:
+        raise ValueError(
+            f"num_tokens={num_tokens} must be a multiple of seq_len={seq_len}: all "
+            "tokens of the batch come first, then those of a sequence"
+        )
     num_experts = sums.prob_e.shape[-1]
     share_e = sums.tokens_e / jnp.maximum(jnp.sum(sums.tokens_e, -1, keepdims=True), 1)
     balance = num_experts * jnp.sum(share_e * sums.prob_e, axis=-1) / num_tokens

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Container
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,11 @@ class LayerSetup:
         layout have the same shapes: exchanging them compiles nothing.
         """
         plan = self.home_plan(num_layers) if plan is None else plan
+        if not isinstance(plan, ExpertPlan):
+            raise ValueError(
+                f"place takes an ExpertPlan, and got {type(plan).__name__}: "
+                "ExpertPlan(table, num_experts), or num_layers=.. for the home plan"
+            )
         placement = Placement.from_plan(plan.validate(self.layout), self.layout)
         return everywhere(placement, self.mesh_layout.mesh)
 
@@ -133,9 +138,16 @@ class LayerSetup:
                     f"{list(value.shape)}"
                 )
 
-    def check_biases(self, params: Container[str]) -> None:
-        """Raise ValueError, one line, unless a layer has the biases that the setup
-        says, and no others."""
+    def check_params(self, params: Mapping[str, Array]) -> None:
+        """Raise ValueError, one line, unless a layer has the sizes and the biases that
+        the setup says, and no other biases."""
+        sizes = self.moe.num_experts, self.d_model, self.moe.d_expert
+        actual = params["gate_edf"].shape
+        if actual != sizes:
+            raise ValueError(
+                f"the layer has experts, width and hidden width {actual}, and the "
+                f"setup {sizes}: make both from the same Moe and width"
+            )
         for name, field, value in (
             ("down_bias_ew", "Moe.expert_bias", self.moe.expert_bias),
             ("logit_bias_e", "Router.bias", self.router.bias),
@@ -213,6 +225,11 @@ def shard(model, setup: LayerSetup):
     that makes a model, experts never exist whole on one device. Returns `model`, which
     is changed in place.
     """
+    if not isinstance(setup, LayerSetup):
+        raise ValueError(
+            "shard takes what is put on the mesh and a LayerSetup, and got "
+            f"{type(setup).__name__} as the second"
+        )
     num_devices = setup.mesh_layout.mesh.size
 
     def lay(_, variable: nnx.Variable) -> nnx.Variable:

@@ -735,7 +735,8 @@ def _check_replicas_of_steps(layout: Layout) -> None:
         raise ValueError(
             f"{here} needs offers_per_device and copies_per_device of at least "
             f"1, and they are {budgets[0]} and {budgets[1]}: "
-            f"{layout.experts_per_device} of each are always enough"
+            f"{layout.experts_per_device} of each are always enough, which "
+            f"Dispatch.slots_per_device={2 * layout.experts_per_device} gives"
         )
     if layout.exchange == "capacity":
         raise ValueError(

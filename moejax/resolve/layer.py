@@ -68,7 +68,8 @@ def set_up(
     if b % topology.num_batch_shards:
         raise ValueError(
             f"a batch of {b} sequences does not divide over "
-            f"{topology.num_batch_shards} devices ({topology}): use a multiple"
+            f"{topology.num_batch_shards} devices ({topology}): use a multiple of "
+            f"{topology.num_batch_shards}"
         )
     _check_parts(moe, router, dispatch)
     cfg = Config(
@@ -130,6 +131,11 @@ def make_plan(
 
     Raises ValueError where the layout has no room for what the policy plans.
     """
+    if not (isinstance(policy, str) and isinstance(setup, LayerSetup)):
+        raise ValueError(
+            "make_plan takes a policy's name, loads and a LayerSetup, and got "
+            f"{type(policy).__name__}, loads and {type(setup).__name__}"
+        )
     tokens_lwe, layout = np.asarray(tokens_lwe), setup.layout
     stores = check_policy(policy).stores
     if layout.store not in stores:

@@ -5,8 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from moejax.moe.exchange.schedules import SCHEDULES as COLLECTIVES
 from moejax.perf.calibration import leaving_bytes
 from moejax.perf.choose_schedule import MicroBatchShape, choose, predict
+from moejax.perf.exchange import ROWS
 from moejax.perf.terms import Term
 from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
@@ -17,6 +19,10 @@ SHAPE = MicroBatchShape(
     tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,
     itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4}, is_training=False,
 )  # fmt: skip
+
+
+def test_every_schedule_has_rules_collectives_and_a_time():
+    assert set(RULES) == set(COLLECTIVES) - {None} == set(ROWS) - {None}
 
 
 def communication_sec(prediction) -> float:

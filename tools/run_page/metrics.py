@@ -58,7 +58,8 @@ class Step:
     """Tables by name in TABLES, as bytes; None is a damaged one."""
     step_msec: float
     waited_sec: float | None
-    """Seconds that the run waited to adopt a change; None where it adopted none."""
+    """Seconds for which a change held up the run, waiting for its compilation and being
+    put in place; None where none was adopted."""
 
 
 class Metrics:

@@ -37,7 +37,7 @@ function decisionTable(decisions) {
     "predicted gain (ms a step)",
     "measured gain (ms a step)",
     "predicted cost (s)",
-    "waited (s)",
+    "held up the run (s)",
     "adopted",
     "why",
   ];
