@@ -16,12 +16,14 @@ import numpy as np
 
 from moejax.balance.decision import duration
 from moejax.balance.policies import Policy, make_valid_plan
-from moejax.perf.cost_model import CostModel, tight
+from moejax.perf.cost_model import CostModel, layers_of, tight
 from moejax.perf.traffic import (
+    Sent,
     device_rows,
     layer_rows,
     max_over_mean,
     pair_rows,
+    ratios_of,
     sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
@@ -61,6 +63,14 @@ class Question:
     may be chosen."""
     policy_name: str = "policy"
     """Name of the policy in error messages."""
+    together_lee: np.ndarray | None = None
+    """Tokens that choose both of two experts (`moejax.plan.together`); None where they
+    are not counted."""
+
+    @property
+    def max_ratio(self) -> float:
+        """Largest device max/mean that a change may lead to."""
+        return max(self.ratio, self.policy.max_ratio)
 
     @functools.cached_property
     def sec_l(self) -> np.ndarray:
@@ -114,15 +124,34 @@ def ratio_by_layer(
 
 
 def fullest_pair_by_layer(
-    load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
+    load_lwe: np.ndarray,
+    plan: ExpertPlan,
+    layout: Layout,
+    together_lee: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the maximum number of rows that one device sends to one other in a step,
     float [l]."""
-    rows = zip(load_lwe, plan.slot_to_expert_lp)
-    pairs = [pair_rows(layer_rows(x, p, layout)) for x, p in rows]
-    view = layout.exchanged
-    max_l = [sent_rows(layout.source_share * x, view).fullest for x in pairs]
-    return np.array(max_l)
+    sent_l = sent_by_layer(load_lwe, plan, layout, layout.source_share, together_lee)
+    return np.array([sent.fullest for sent in sent_l])
+
+
+def sent_by_layer(
+    load_lwe: np.ndarray,
+    plan: ExpertPlan,
+    layout: Layout,
+    share: float,
+    together_lee: np.ndarray | None = None,
+) -> list[Sent]:
+    """Return the rows that travel in each layer for a share of the loads."""
+    tables = load_lwe, plan.slot_to_expert_lp, layers_of(together_lee, plan)
+    return [
+        sent_rows(
+            share * pair_rows(layer_rows(load_we, row_p, layout)),
+            layout.exchanged.topped_up,
+            ratios_of(together_ee, row_p, layout),
+        )
+        for load_we, row_p, together_ee in zip(*tables)
+    ]
 
 
 def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.ndarray:
@@ -132,14 +161,18 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
     because observed pairs of devices are fuller than those of the mean load.
     """
     cost = question.cost
-    sec_l = np.zeros(plan.num_layers)
+    sec_l, together_l = (
+        np.zeros(plan.num_layers),
+        layers_of(question.together_lee, plan),
+    )
     for layer, row_p in enumerate(plan.slot_to_expert_lp):
         load_we, peak = question.load_lwe[layer], question.peak_l[layer]
-        sec_l[layer] = cost.layer_sec(load_we, row_p, layout)
+        sec_l[layer] = cost.layer_sec(load_we, row_p, layout, together_l[layer])
         if layout.transport != "local" and peak > 1:
+            ratios = ratios_of(together_l[layer], row_p, layout)
             pair_uu = pair_rows(layer_rows(load_we, row_p, layout))
-            peak_sec = cost.rows_sec(peak * pair_uu, layout)
-            sec_l[layer] += peak_sec - cost.rows_sec(pair_uu, layout)
+            peak_sec = cost.rows_sec(peak * pair_uu, layout, ratios)
+            sec_l[layer] += peak_sec - cost.rows_sec(pair_uu, layout, ratios)
     return sec_l
 
 
@@ -154,6 +187,14 @@ def swap(question: Question) -> list[Candidate]:
     new = _plan(question, layout, sunk, plan)
     merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
     return [] if merged == plan else [price(question, merged, layout)]
+
+
+def planned(question: Question) -> ExpertPlan:
+    """Return the policy's plan for the current layout, in all layers: in buffers that
+    fit it, it may pay where a swap does not."""
+    if question.layout.store not in question.policy.stores:
+        return question.plan
+    return _plan(question, question.layout, question.cost, question.plan)
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
@@ -250,7 +291,8 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     share = layout.source_share / question.cost.micro_batches / layout.num_exchanges
     layers = zip(question.load_lwe, plan.slot_to_expert_lp)
     pairs = [share * pair_rows(layer_rows(x, p, layout)) for x, p in layers]
-    sent_l = [sent_rows(pair_uu, view) for pair_uu in pairs]
+    args = question.load_lwe, plan, layout, share, question.together_lee
+    sent_l = sent_by_layer(*args)
     tokens = share * question.load_lwe.sum(axis=2).max() / layout.top_k
     tokens = math.ceil(round(float(tokens), 6))
     sources = view.num_sources / view.num_devices  # of each device or domain
@@ -282,7 +324,7 @@ def objection(question: Question, candidate: Candidate) -> str:
         price = duration(candidate.cost_sec)
         return f"saves {saved}, too little in {num_steps} steps for {price}"
     has_other_units = candidate.layout.domain != question.layout.domain
-    if candidate.ratio > question.ratio and not has_other_units:
+    if candidate.ratio > question.max_ratio and not has_other_units:
         return f"saves {saved}, but device max/mean would be {candidate.ratio:.2f}"
     return ""
 
@@ -311,7 +353,8 @@ def _plan(
 ) -> ExpertPlan:
     """Return the policy's plan for a layout; raise ValueError where it is invalid."""
     name, policy, load_lwe = question.policy_name, question.policy, question.load_lwe
-    return make_valid_plan(name, policy, load_lwe, layout, cost, current)
+    args = load_lwe, layout, cost, current, question.together_lee
+    return make_valid_plan(name, policy, *args)
 
 
 def _neighbours(question: Question) -> Iterator[Layout]:
@@ -376,13 +419,13 @@ def _merge_where_cheaper(
 
     A layer pays if it saves more than the margin, and more over the counted steps than
     the move of its owners costs. It must not have a larger max/mean than the worst
-    layer of the current plan.
+    layer of the current plan (`Question.max_ratio`).
     """
     is_current = layout == question.layout
     base_sec_l = question.sec_l if is_current else sec_by_layer(question, base, layout)
     gain_l = base_sec_l - sec_by_layer(question, new, layout)
     ratio_l = ratio_by_layer(question.load_lwe, new, layout)
-    pays_l = (gain_l > margin * base_sec_l) & (ratio_l <= question.ratio)
+    pays_l = (gain_l > margin * base_sec_l) & (ratio_l <= question.max_ratio)
     num_steps = question.counted_steps(layout)
     for layer in np.flatnonzero(pays_l):
         rows = [_layer(base, layer), _layer(new, layer)]

@@ -16,6 +16,8 @@ The balancer looks for a change in three cases:
 * Padded buffers do not fit the numbers of rows that have been observed.
 * The run leaves communication schedule or domain to be chosen (Settings.ways): others
   are priced, for loads and links as they were observed (moejax.balance.step_clock).
+* The policy plans by the experts that tokens choose together (Policy.needs_together):
+  other owners may make fewer rows, however even the load is.
 
 It makes a change that, by the cost model, saves more per step than the margin, and
 saves more than it costs: over horizon_steps, or the steps that are left after its
@@ -47,7 +49,7 @@ from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
 from moejax.balance.settings import Settings, find_policy
 from moejax.balance.step_clock import StepClock
-from moejax.perf.cost_model import CostModel
+from moejax.perf.cost_model import CostModel, layers_of
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
@@ -125,10 +127,12 @@ def observe(
     fullest_pair_l: np.ndarray,
     step_sec: float | None = None,
     cost: CostModel | None = None,
+    together_lee: np.ndarray | None = None,
 ) -> State:
     """Return the state after one step's statistics, which may come some steps late.
     `step_sec` is how long the step took; None: that is not known. It is compared with
-    what `cost` predicts.
+    what `cost` predicts. `together_lee` are the tokens that chose both of two experts,
+    where the policy plans by them.
 
     Loads do not depend on the plan. Rows of pairs of devices do, so those of steps
     before the last adoption are forgotten.
@@ -136,13 +140,14 @@ def observe(
     before = dataclasses.replace(
         state.tracker, half_life_steps=settings.half_life_steps
     )
-    tracker = loads.observe(before, step, tokens_lwe, fullest_pair_l)
+    tracker = loads.observe(before, step, tokens_lwe, fullest_pair_l, together_lee)
     clock, is_before = state.clock, False
     if state.last_change_step is not None and step < state.last_change_step:
         tracker, is_before = loads.forget_pairs(tracker), True
     if _sees_links(settings, cost) and step_sec is not None and not is_before:
         there = cost.slowed(state.layout.axes, clock.slowdown)
-        modelled_sec = there.step_sec(tokens_lwe, state.plan, state.layout)
+        args = tokens_lwe, state.plan, state.layout, together_lee
+        modelled_sec = there.step_sec(*args)
         clock = step_clock.observe(clock, step_sec, modelled_sec)
     return dataclasses.replace(state, tracker=tracker, clock=clock)
 
@@ -152,8 +157,8 @@ def decide(
 ) -> tuple[State, Decision | None]:
     """Return the state after the decision, and the decision.
 
-    The decision is None when there was nothing to ask: `is_asked` is false, the load is
-    even, or the cool-down lasts.
+    The decision is None when there was nothing to ask (`is_asked` is false, the load is
+    even, or the cool-down lasts), and where nothing pays and the load is even.
     """
     if not is_asked(settings, state, step) or state.tracker.is_empty:
         return state, None
@@ -168,12 +173,13 @@ def decide(
     )
     state = dataclasses.replace(state, is_active=is_active)
     may_swap, may_relayout = _may_change(settings, state, step)
-    is_open = is_active or _is_misfit(state) or len(settings.ways) > 1
+    looks = is_active or question.policy.needs_together
+    is_open = looks or _is_misfit(state) or len(settings.ways) > 1
     if not may_swap and not (may_relayout and is_open):
         return state, None
     swaps = candidates.swap(question) if may_swap else []
     proposals = list(swaps)
-    if may_relayout and not is_active:
+    if may_relayout and not looks:
         others = candidates.other_ways(question) if state.tracker.is_settled else []
         if others or _is_misfit(state):
             proposals += candidates.refits(question) + others
@@ -181,15 +187,16 @@ def decide(
             state = dataclasses.replace(state, last_keep_step=step)
     elif may_relayout and state.tracker.is_settled:
         best_plan = swaps[0].plan if swaps else state.coming_plan
+        if question.policy.needs_together:
+            best_plan = candidates.planned(question)
         proposals += candidates.relayouts(question, best_plan)
     proposals = [c for c in proposals if c.layout not in state.refused]
     accepted = [c for c in proposals if not candidates.objection(question, c)]
-    if not accepted and not is_active:
-        return state, None
     if not accepted:
-        if state.tracker.is_settled:
+        if looks and state.tracker.is_settled:
             state = dataclasses.replace(state, last_keep_step=step)
-        return state, _keep(settings, state, question, proposals, step)
+        args = settings, state, question, proposals, step
+        return state, _keep(*args) if is_active else None
     best = max(accepted, key=question.net_sec)
     chosen = best
     if not state.is_relayout_due:
@@ -217,8 +224,11 @@ def _with_seen_links(
     group = state.layout.axes
     slowed = cost.slowed(group, state.clock.slowdown)
     if step_clock.extra_sec(state.clock):
-        rows = zip(load_lwe, state.plan.slot_to_expert_lp)
-        found = [slowed.predict(*each, state.layout) for each in rows]
+        plan, layout = state.plan, state.layout
+        rows = zip(load_lwe, plan.slot_to_expert_lp)
+        together_l = layers_of(state.tracker.together_lee, plan)
+        both = zip(rows, together_l)
+        found = [slowed.predict(*each, layout, table) for each, table in both]
         wires_sec = sum(slowed.sec_on_slowest(each, group) for each in found)
         clock = step_clock.settle(state.clock, wires_sec)
         state = dataclasses.replace(state, clock=clock)
@@ -265,7 +275,8 @@ def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool
     is_ahead = waits is None or step + settings.lag_steps < waits.adopt_step
     may_swap = is_ahead and _has_cooled(settings, last_swap_step, step)
     may_relayout = waits is None and _has_cooled(settings, _last_change(state), step)
-    return state.is_active and may_swap, may_relayout and _is_in_time(settings, step)
+    may_swap &= state.is_active or find_policy(settings).needs_together
+    return may_swap, may_relayout and _is_in_time(settings, step)
 
 
 def _barred(settings: Settings, state: State, step: int) -> str | None:
@@ -360,7 +371,8 @@ def _question(
         relayout_step = step + settings.relayout_lag_steps
     elif layout == state.layout:
         swap_end_step = min(end_step, waits.adopt_step)
-    pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, state.plan, now)
+    args = tracker.mean_lwe, state.plan, now, tracker.together_lee
+    pair_l = candidates.fullest_pair_by_layer(*args)
     num_exchanges = cost.micro_batches * now.num_exchanges
     seen_l = _fullest_pair(state) * num_exchanges
     return Question(
@@ -378,6 +390,7 @@ def _question(
         max_slots_per_device=settings.max_slots_per_device,
         ways=settings.ways,
         policy_name=settings.policy,
+        together_lee=tracker.together_lee,
     )
 
 

@@ -4,6 +4,8 @@
                    mean over several groups, all micro-batches together
     fullest_lt     most rows that one device had for one other in a micro-batch, in
                    each of the last steps
+    together_lee   tokens per step that choose both of two experts, of all groups; None
+                   where no policy needs them
 
 The forecast is Brown's. On a ramp, a moving average lags the load by as many steps as
 the average of that average lags the first one. Both together therefore give the ramp's
@@ -46,6 +48,9 @@ class LoadTracker:
     fullest_lt: np.ndarray
     """Rows of the fullest pair in the last steps, at most WINDOW_STEPS columns, the
     newest last."""
+    together_lee: np.ndarray | None = None
+    """Moving average of the tokens that choose both of two experts, in float32; None
+    where they are not counted."""
 
     @property
     def is_empty(self) -> bool:
@@ -74,11 +79,16 @@ def init(
 
 
 def observe(
-    tracker: LoadTracker, step: int, tokens_lwe: np.ndarray, fullest_pair_l: np.ndarray
+    tracker: LoadTracker,
+    step: int,
+    tokens_lwe: np.ndarray,
+    fullest_pair_l: np.ndarray,
+    together_lee: np.ndarray | None = None,
 ) -> LoadTracker:
     """Return the tracker after one more observed step.
 
-    `tokens_lwe` is int [layers, devices, experts], `fullest_pair_l` int [layers]. Steps
+    `tokens_lwe` is int [layers, devices, experts], `fullest_pair_l` int [layers], and
+    `together_lee` int [layers, experts, experts] where it is counted. Steps
     between that were not observed age the earlier observations too. Raises ValueError
     for another shape, and for a step that is not after the last one.
     """
@@ -99,6 +109,10 @@ def observe(
     mean_lwe = tracker.mean_lwe + share * (tokens_lwe - tracker.mean_lwe)
     means_lwe = tracker.mean_of_means_lwe
     pair_l1 = np.asarray(fullest_pair_l, np.int64)[:, None]
+    mean_lee = tracker.together_lee
+    if together_lee is not None:
+        mean_lee = together_lee if mean_lee is None else mean_lee
+        mean_lee = (mean_lee + share * (together_lee - mean_lee)).astype(np.float32)
     return dataclasses.replace(
         tracker,
         step=int(step),
@@ -106,6 +120,7 @@ def observe(
         mean_lwe=mean_lwe,
         mean_of_means_lwe=means_lwe + share * (mean_lwe - means_lwe),
         fullest_lt=np.concatenate([tracker.fullest_lt, pair_l1], 1)[:, -WINDOW_STEPS:],
+        together_lee=mean_lee,
     )
 
 

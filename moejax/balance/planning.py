@@ -36,12 +36,14 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Observed:
     """Counts of one step: `tokens_lwe` as in RoutingStats, by device that splits the
-    batch, and `fullest_pair_l`; and its time, where relayouts depend on that."""
+    batch, and `fullest_pair_l`; its time, where relayouts depend on that; and
+    `together_lee`, where the policy plans by them."""
 
     step: int
     tokens_lwe: np.ndarray
     fullest_pair_l: np.ndarray
     step_sec: float | None = None
+    together_lee: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +117,15 @@ def take(task: Task, planner: Planner, event: Event) -> tuple[Planner, Reply | N
         event.fullest_pair_l,
         event.step_sec,
         task.cost,
+        event.together_lee,
     )
     if not adoptions.is_asked(task.settings, state, event.step):
         return dataclasses.replace(planner, state=state), None
     saving_sec = None
     if event.step % task.settings.every_steps == 0:
         in_use = _in_use(dataclasses.replace(planner, state=state), event.step)
-        saving_sec = modelled_saving_sec(task, load_lwe, *in_use)
+        together_lee = event.together_lee
+        saving_sec = modelled_saving_sec(task, load_lwe, *in_use, together_lee)
     state, decision = controller.decide(task.settings, task.cost, state, event.step)
     reply = Reply(event.step, decision, saving_sec)
     return dataclasses.replace(planner, state=state), reply
@@ -138,13 +142,18 @@ def _in_use(planner: Planner, step: int) -> tuple[ExpertPlan, Layout]:
 
 
 def modelled_saving_sec(
-    task: Task, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
+    task: Task,
+    load_lwe: np.ndarray,
+    plan: ExpertPlan,
+    layout: Layout,
+    together_lee: np.ndarray | None = None,
 ) -> float:
     """Return the seconds per step that a plan saves over the home placement under a
-    load by owner, by the cost model."""
+    load by owner, and where they are known, the experts that tokens choose together, by
+    the cost model."""
     home = ExpertPlan.home_in(task.home_layout, plan.num_layers)
-    home_sec = task.cost.step_sec(load_lwe, home, task.home_layout)
-    return home_sec - task.cost.step_sec(load_lwe, plan, layout)
+    home_sec = task.cost.step_sec(load_lwe, home, task.home_layout, together_lee)
+    return home_sec - task.cost.step_sec(load_lwe, plan, layout, together_lee)
 
 
 def make_home_layout(layout: Layout) -> Layout:

@@ -281,6 +281,7 @@ def moe_layer_of_parts(
         return tuple(y_parts), total
 
     batch = P(mesh_layout.batch_axes)
+    sums_tree = SUMS.replace(together_ee=0 if layout.counts_together else None)
     y_parts, sums = jax.shard_map(
         on_device,
         mesh=mesh_layout.mesh,
@@ -292,13 +293,13 @@ def moe_layer_of_parts(
             slots.specs(mesh_layout),
             dependency_spec(mesh_layout),
         ),
-        out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
+        out_specs=(batch, jax.tree.map(lambda _: batch, sums_tree)),
     )(parts, router_de, biases, placement, slots.read(), dependency)
     return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
 SUMS = LayerSums(*[0] * 10)
-"""The structure of LayerSums, for specs of shard_map."""
+"""The structure of LayerSums without `together_ee`, for specs of shard_map."""
 
 
 def _reshard(value: Array, where) -> Array:
@@ -334,6 +335,8 @@ def _sums(
     split = schedules.find_schedule(mesh_layout).split(mesh_layout)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
     added["dropped"] = num_dropped(expert_nk, slot_nk)
+    if layout.counts_together:
+        added["together_ee"] = routing.count_together(expert_nk, layout.num_experts)
     rows_h = jnp.stack([rows_here(sent, mesh_layout) for sent in sents])
     owners = set(mesh_layout.tensor_axes) & set(mesh_layout.peer_axes)
     return LayerSums(

@@ -109,6 +109,18 @@ def count(expert_nk: Int[Array, "n k"], num_experts: int) -> Int[Array, " e"]:
     return jnp.sum(is_chosen_nke, axis=(0, 1), dtype=jnp.int32)
 
 
+def count_together(expert_nk: Int[Array, "n k"], num_experts: int) -> Int[Array, "e e"]:
+    """Return the number of tokens that choose both of two experts; on the diagonal is
+    `count`, since a token's experts are distinct.
+
+    The product of zeros and ones in float32 is exact below 2^24 tokens.
+    """
+    assert len(expert_nk) < 2**24, len(expert_nk)
+    is_chosen_nke = expert_nk[..., None] == jnp.arange(num_experts)
+    chosen_ne = jnp.any(is_chosen_nke, axis=1).astype(jnp.float32)
+    return jnp.matmul(chosen_ne.T, chosen_ne).astype(jnp.int32)
+
+
 def balance_sums(
     score_ne: Float[Array, "n e"],
     logit_ne: Float[Array, "n e"],

@@ -202,6 +202,8 @@ class LayerSums:
     bound_h: Int[Array, " h"]
     """Lower bound on the rows of the fullest device, from the split, in each
     exchange."""
+    together_ee: Int[Array, "e e"] | None = None
+    """Tokens that choose both of two experts; None: the layout does not count them."""
 
     @property
     def rows(self) -> Int[Array, ""]:
@@ -222,22 +224,25 @@ class LayerSums:
         joined = {"rows_h": jnp.concatenate, "bound_h": jnp.concatenate}
         joined |= dict.fromkeys(("rounds", "fullest_pair"), _largest)
         names = [field.name for field in dataclasses.fields(cls)]
+        values = {name: [getattr(part, name) for part in parts] for name in names}
         return cls(
             **{
-                name: joined.get(name, sum)([getattr(part, name) for part in parts])
-                for name in names
+                name: None if each[0] is None else joined.get(name, sum)(each)
+                for name, each in values.items()
             }
         )
 
     def over_devices(self, add=jnp.sum) -> "LayerSums":
         """Reduce every field over its device dim: [w, ..] to [..], or [l, w, ..] to
         [l, ..]. `add` is the reduction, such as jnp.max."""
-        are_vectors = ("prob_e", "tokens_e", "rows_h", "bound_h")
+        num_dims = dict.fromkeys(("prob_e", "tokens_e", "rows_h", "bound_h"), 1)
+        num_dims["together_ee"] = 2
         sums = {}
         for field in dataclasses.fields(self):
             leaf = getattr(self, field.name)
-            axis = leaf.ndim - (2 if field.name in are_vectors else 1)
-            sums[field.name] = add(leaf, axis=axis)
+            if leaf is not None:
+                axis = leaf.ndim - 1 - num_dims.get(field.name, 0)
+                sums[field.name] = add(leaf, axis=axis)
         return LayerSums(**sums)
 
 
@@ -286,20 +291,24 @@ class RoutingStats:
     bound_l: Int[Array, " l"]
     """Lower bound on fullest_device_l: no split over these replicas gives the fullest
     device fewer rows. The mean of rows, for splits that compute no bound."""
+    together_lee: Int[Array, "l e e"] | None = None
+    """Tokens of all devices that choose both of two experts, and on the diagonal loads
+    (`moejax.plan.together`); None: Layout.counts_together is false."""
 
     @classmethod
     def from_sums(cls, sums: LayerSums) -> "RoutingStats":
         """Return the routing statistics of a step from the sums of all layers and
         devices, [l, w, ..]."""
-        most = sums.over_devices(jnp.max)
+        most, total = sums.over_devices(jnp.max), sums.over_devices()
         return cls(
             tokens_lwe=sums.tokens_e,
             rows_lw=sums.rows,
             rounds_l=most.rounds,
-            dropped_l=sums.over_devices().dropped,
+            dropped_l=total.dropped,
             fullest_pair_l=most.fullest_pair,
             fullest_device_l=most.rows,
             bound_l=most.bound,
+            together_lee=total.together_ee,
         )
 
     @property

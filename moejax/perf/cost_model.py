@@ -20,6 +20,7 @@ schedule and a domain, when slots are gathered, and the dry run.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,13 @@ from moejax.perf.traffic import (
     has_copies,
     layer_rows,
     pair_rows,
+    ratios_of,
     sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout
 from moejax.plan.owner_moves import num_rounds
+from moejax.plan.together import RowRatios
 from moejax.rich import shown_by
 
 ROUNDING = 1e-9
@@ -143,7 +146,9 @@ class CostModel:
         shards = layout.tensor.expert_shards if layout.is_local else 1
         return shards * self.flops_per_row / self.flops_per_sec
 
-    def row_terms(self, pair_uu: np.ndarray, layout: Layout) -> tuple[Term, ...]:
+    def row_terms(
+        self, pair_uu: np.ndarray, layout: Layout, ratios: RowRatios | None = None
+    ) -> tuple[Term, ...]:
         """Return the terms of all exchanges of a layer's rows in one step.
 
         `pair_uu` are the rows of a step from each source device to each device; with
@@ -154,7 +159,7 @@ class CostModel:
         """
         num_exchanges = self.micro_batches * layout.num_exchanges
         per_exchange_uu = layout.source_share * pair_uu / num_exchanges
-        found = sent_rows(per_exchange_uu, layout.exchanged.topped_up)
+        found = sent_rows(per_exchange_uu, layout.exchanged.topped_up, ratios)
         return self._row_terms(found.left, found.off_device, layout)
 
     def _row_terms(
@@ -193,9 +198,11 @@ class CostModel:
             schedule, buffer, passes, found, self.lines, is_hierarchical
         )
 
-    def rows_sec(self, pair_uu: np.ndarray, layout: Layout) -> float:
+    def rows_sec(
+        self, pair_uu: np.ndarray, layout: Layout, ratios: RowRatios | None = None
+    ) -> float:
         """Return the time of all exchanges of a layer's rows in one step."""
-        return sum(term.sec for term in self.row_terms(pair_uu, layout))
+        return sum(term.sec for term in self.row_terms(pair_uu, layout, ratios))
 
     def weight_terms(self, layout: Layout, is_topped_up: bool = False) -> "WeightTerms":
         """Return the terms in which one layer's weights reach their slots and the
@@ -352,11 +359,17 @@ class CostModel:
         return hidden_sec + min(_sec(found.back), (1 + self.num_fetched) * work_sec)
 
     def predict(
-        self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
+        self,
+        load_we: np.ndarray,
+        row_p: np.ndarray,
+        layout: Layout,
+        together_ee: np.ndarray | None = None,
     ) -> Prediction:
         """Return the time of one layer in one step, with the slots `row_p`, as a sum of
-        named terms. Without remat that is 3 T_FEC + 4 T_A2A + T_sync."""
-        layer, times = self._layer(load_we, row_p, layout), self.num_computed
+        named terms. Without remat that is 3 T_FEC + 4 T_A2A + T_sync. Choices count as
+        independent where it is not known which experts tokens choose together."""
+        layer = self._layer(load_we, row_p, layout, together_ee)
+        times = self.num_computed
         wait_sec, weights = layer.forward_sec - layer.mean_sec, layer.weights
         return terms.make_prediction(
             Term("experts", times, 0.0, times * layer.mean_sec),
@@ -367,17 +380,26 @@ class CostModel:
         )  # fmt: skip
 
     def layer_sec(
-        self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
+        self,
+        load_we: np.ndarray,
+        row_p: np.ndarray,
+        layout: Layout,
+        together_ee: np.ndarray | None = None,
     ) -> float:
         """Return the time of one layer in one step, with the slots `row_p`: the sum of
         the terms of `predict`."""
-        layer = self._layer(load_we, row_p, layout)
+        layer = self._layer(load_we, row_p, layout, together_ee)
         return self.num_computed * layer.forward_sec + _sec(layer.rows) + layer.sync_sec
 
     def _layer(
-        self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
+        self,
+        load_we: np.ndarray,
+        row_p: np.ndarray,
+        layout: Layout,
+        together_ee: np.ndarray | None = None,
     ) -> "_LayerTimes":
         """Return the times of one layer in one step, with the slots `row_p`."""
+        ratios = ratios_of(together_ee, row_p, layout)
         rows_up = layer_rows(load_we, row_p, layout)
         rows_u, row_sec = device_rows(rows_up), self.row_sec(layout)
         if layout.tensor is not None and layout.tensor.schedule == "base":
@@ -387,7 +409,7 @@ class CostModel:
         return _LayerTimes(
             mean_sec=float(rows_u.mean()) * row_sec,
             forward_sec=forward_sec,
-            rows=self.row_terms(pair_rows(rows_up), layout),
+            rows=self.row_terms(pair_rows(rows_up), layout, ratios),
             weights=weights,
             hidden_sec=self._hidden_sec(weights, layout, forward_sec),
         )
@@ -444,11 +466,18 @@ class CostModel:
             return whole, whole
         return self.micro_batches * self.num_fetched * whole, self.micro_batches * whole
 
-    def step_sec(self, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
+    def step_sec(
+        self,
+        load_lwe: np.ndarray,
+        plan: ExpertPlan,
+        layout: Layout,
+        together_lee: np.ndarray | None = None,
+    ) -> float:
         """Return the time of all MoE layers in one step."""
+        tables = load_lwe, plan.slot_to_expert_lp, layers_of(together_lee, plan)
         return sum(
-            self.layer_sec(load_we, row_p, layout)
-            for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
+            self.layer_sec(load_we, row_p, layout, together_ee)
+            for load_we, row_p, together_ee in zip(*tables, strict=True)
         )
 
     def step_parts(
@@ -556,6 +585,13 @@ class CostModel:
     def as_dict(self) -> dict:
         """Return all fields by name."""
         return dataclasses.asdict(self)
+
+
+def layers_of(
+    together_lee: np.ndarray | None, plan: ExpertPlan
+) -> Sequence[np.ndarray | None]:
+    """Return the table of each layer, or None for each where there is none."""
+    return [None] * plan.num_layers if together_lee is None else together_lee
 
 
 class WeightTerms(NamedTuple):

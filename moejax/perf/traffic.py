@@ -13,7 +13,8 @@ import numpy as np
 from moejax.plan import dynamic_replication, top_up, water_filling
 from moejax.plan.distinct import distinct_rows
 from moejax.plan.layout import Layout, Split
-from moejax.plan.units import unit_loads, unit_slots
+from moejax.plan.together import RowRatios, row_ratios
+from moejax.plan.units import unit_loads, unit_order, unit_slots
 
 
 def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.ndarray:
@@ -110,17 +111,23 @@ class Sent(NamedTuple):
     """Most rows that one device sends to others, or receives from them."""
 
 
-def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
+def sent_rows(
+    pair_uu: np.ndarray, layout: Layout, ratios: RowRatios | None = None
+) -> Sent:
     """Return the rows that travel in one exchange, for the number of choices of each
     source at each device, float [u, u].
 
-    A token sends one row to each destination of its choices (`distinct_rows`). Round 0
+    A token sends one row to each destination of its choices: `distinct_rows`, times the
+    ratios where it is known which experts tokens choose together. Round 0
     carries of each pair what fits into its buffer, and no more than its share of what
     the receiver can compute, as on devices (moejax.moe.exchange.manifest).
     """
     w = len(pair_uu)
     tokens_u1 = pair_uu.sum(axis=1, keepdims=True) / layout.top_k
     rows_uw = distinct_rows(pair_uu, tokens_u1, layout.choosing)
+    if ratios is not None:
+        most_uw = np.minimum(pair_uu, tokens_u1)
+        rows_uw = np.minimum(rows_uw * ratios.device_w, most_uw)
     # Sources whose tokens lie on the same devices send alike.
     room_w = _room(pair_uu, layout.rows_per_device * w / layout.num_sources)
     computed_uw = np.minimum(1.0, room_w / np.maximum(pair_uu, 1e-300))
@@ -136,7 +143,11 @@ def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
         return Sent(float(fullest), 0.0, float(left_uw.max()), float(off_device))
     nodes, per_node = layout.num_nodes, w // layout.num_nodes
     node_uf = pair_uu.reshape(w, nodes, per_node).sum(axis=2)
-    node_uf = distinct_rows(node_uf, tokens_u1, layout.choosing)
+    choices_uf = node_uf
+    node_uf = distinct_rows(choices_uf, tokens_u1, layout.choosing)
+    if ratios is not None:
+        most_uf = np.minimum(choices_uf, tokens_u1)
+        node_uf = np.minimum(node_uf * ratios.node_f, most_uf)
     passed_iw = rows_uw.reshape(nodes, per_node, w).sum(axis=0)
     index_w = np.arange(w) % per_node
     is_home_iw = index_w == np.arange(per_node)[:, None]
@@ -154,6 +165,19 @@ def sent_rows(pair_uu: np.ndarray, layout: Layout) -> Sent:
         left=float(left_uf.max()),
         off_device=float(off_uw.sum(axis=1).max()),
     )
+
+
+def ratios_of(
+    together_ee: np.ndarray | None, row_p: np.ndarray, layout: Layout
+) -> RowRatios | None:
+    """Return the ratios for `sent_rows` of one layer with the slots `row_p`; None where
+    it is not known which experts tokens choose together, or an expert has replicas."""
+    view = layout.exchanged
+    if together_ee is None or view.num_slots != view.num_experts:
+        return None
+    order_e = unit_order(layout)
+    expert_us = unit_slots(row_p, layout).reshape(view.num_devices, -1)
+    return row_ratios(together_ee[order_e][:, order_e], expert_us, view)
 
 
 def _room(pair_uw: np.ndarray, capacity: float) -> np.ndarray:

@@ -221,6 +221,9 @@ class Layout:
     split while parameters rest. 'layer' gathers those of a layer whenever it computes,
     in each micro-batch. 'step' gathers those of all layers once a step, keeps them
     whole, and scatters their gradients once."""
+    counts_together: bool = False
+    """Whether the step counts the tokens that choose both of two experts
+    (`moejax.plan.together`), for a policy that plans by them."""
     axes: tuple[str, ...] = GROUP_AXES["expert"]
     """Mesh axes of the group, the innermost last."""
     tensor: Tensor | None = None

@@ -121,13 +121,15 @@ def make_plan(
     setup: LayerSetup,
     current: ExpertPlan | None = None,
     dtype: str = "bfloat16",
+    together_lee: np.ndarray | None = None,
 ) -> ExpertPlan:
     """Return the plan that a policy makes for loads, valid for the setup's layout.
 
     `tokens_lwe` are choices of each expert in each layer, by device that splits the
     batch: `sums.tokens_e` of one layer, with a leading dim of layers. `current` is the
     plan that runs now (default: the home plan). `dtype` is that of experts' arithmetic.
-    Costs are of presumed speeds: 50 TFLOP/s and 12.5 GB/s.
+    Costs are of presumed speeds: 50 TFLOP/s and 12.5 GB/s. `together_lee` are the
+    tokens that chose both of two experts (RoutingStats), for policy 'hiermoe'.
 
     Raises ValueError where the layout has no room for what the policy plans.
     """
@@ -167,5 +169,5 @@ def make_plan(
     if current is None:
         current = setup.home_plan(len(tokens_lwe))
     load_lwe = loads_by_owner(tokens_lwe, sizes, layout)
-    args = load_lwe, layout, cost, current
+    args = load_lwe, layout, cost, current, together_lee
     return make_valid_plan(policy, check_policy(policy), *args)

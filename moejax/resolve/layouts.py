@@ -324,6 +324,7 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
         "offers_per_device": offers,
         "copies_per_device": copies,
         "gather": dispatch.gather or "layer",
+        "counts_together": policy.needs_together,
     }
 
 

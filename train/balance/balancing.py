@@ -432,7 +432,8 @@ class Balancing:
         if self._planner is not None:
             counts = stats.tokens_lwe, stats.fullest_pair_l
             is_timed = len(self._settings.ways) > 1
-            self._planner.observe(step, *counts, step_sec if is_timed else None)
+            timed_sec = step_sec if is_timed else None
+            self._planner.observe(step, *counts, timed_sec, stats.together_lee)
 
     def meta(self) -> dict[str, Any]:
         """Return the part of a checkpoint's meta record that `restore` reads."""

@@ -73,12 +73,13 @@ class PlannerProcess:
         tokens_lwe: np.ndarray,
         fullest_pair_l: np.ndarray,
         step_sec: float | None = None,
+        together_lee: np.ndarray | None = None,
     ) -> None:
         """Tell the planner of the int32 counts of a step, which must not change any
         more, and of its time."""
         tokens_lwe = np.ascontiguousarray(tokens_lwe, np.int32)
-        head = "observed", step, tokens_lwe.shape, np.asarray(fullest_pair_l), step_sec
-        self._send(head, tokens_lwe)
+        others = np.asarray(fullest_pair_l), step_sec, together_lee
+        self._send(("observed", step, tokens_lwe.shape, *others), tokens_lwe)
 
     def tell(self, event: Adopted | Refused) -> None:
         """Tell the planner what was done with the decision that was due."""

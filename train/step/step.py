@@ -297,4 +297,5 @@ def _merge_stats(stats: RoutingStats) -> RoutingStats:
         fullest_pair_l=jnp.max(stats.fullest_pair_l, axis=0),
         fullest_device_l=jnp.sum(stats.fullest_device_l, axis=0),
         bound_l=jnp.sum(stats.bound_l, axis=0),
+        together_lee=jax.tree.map(partial(jnp.sum, axis=0), stats.together_lee),
     )

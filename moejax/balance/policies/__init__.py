@@ -2,11 +2,13 @@
 entry in POLICIES.
 
     plan(load_lwe, layout, cost, current) -> ExpertPlan
+    plan(load_lwe, layout, cost, current, together_lee) -> ExpertPlan
 
 `load_lwe` is rows per step by layer, source device and expert. `current` is the plan
-that runs now, already of the layout's size. The plan that is returned must be valid for
-the layout and its budgets, and the same for the same arguments. `make_valid_plan` calls
-a policy and checks that its plan is valid.
+that runs now, already of the layout's size. Policies with `needs_together` also take
+the tokens that chose both of two experts (`moejax.plan.together`), or None. The plan
+that is returned must be valid for the layout and its budgets, and the same for the same
+arguments. `make_valid_plan` calls a policy and checks that its plan is valid.
 """
 
 import dataclasses
@@ -16,13 +18,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moejax.balance.policies import eplb, fastermoe, home, laer, prophet, smartmoe
+from moejax.balance.policies import (
+    eplb,
+    fastermoe,
+    hiermoe,
+    home,
+    laer,
+    prophet,
+    smartmoe,
+)
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.micromoe import policy as micromoe
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Split, Store
-from moejax.plan.units import device_plan, unit_loads, unit_plan
+from moejax.plan.units import device_plan, unit_loads, unit_order, unit_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +53,11 @@ class Policy:
     is_spread_first: bool = False
     """Whether a run starts from the policy's plan for a load of zeros, and not from the
     home plan."""
+    needs_together: bool = False
+    """Whether the policy plans by the experts that tokens choose together, which the
+    step then counts."""
+    max_ratio: float = 1.0
+    """Device max/mean up to which its plans may be less even than the current one."""
     options: tuple[str, ...] = ()
     """Fields of the balancer's settings that the plan function takes, as keywords of
     the same names."""
@@ -65,6 +80,13 @@ POLICIES: dict[str, Policy] = {
     "prophet": Policy(prophet.plan, ("transient",), "local_first", prefetch=True),
     "flexmoe": Policy(flexmoe.plan, ("resident", "sharded")),
     "smartmoe": Policy(smartmoe.plan, ("owned",), has_replicas=False),
+    "hiermoe": Policy(
+        hiermoe.plan,
+        ("owned",),
+        has_replicas=False,
+        needs_together=True,
+        max_ratio=hiermoe.MAX_RATIO,
+    ),
     "eplb": Policy(eplb.plan, ("sharded",), options=("num_expert_groups", "num_nodes")),
     "laer": Policy(laer.plan, ("sharded",), prefetch=True, options=("num_nodes",)),
     "micromoe": Policy(
@@ -96,6 +118,7 @@ def make_valid_plan(
     layout: Layout,
     cost: CostModel,
     current: ExpertPlan,
+    together_lee: np.ndarray | None = None,
 ) -> ExpertPlan:
     """Return the policy's plan for a load; raise ValueError where it is invalid.
 
@@ -104,6 +127,9 @@ def make_valid_plan(
     """
     units, of_units = layout.exchanged, cost.between_units(layout)
     args = unit_loads(load_lwe, layout), units, of_units, unit_plan(current, layout)
+    if policy.needs_together and together_lee is not None:
+        order_e = unit_order(layout)
+        args += (together_lee[:, order_e][:, :, order_e],)
     made = check_plan(name, policy.plan(*args), units)
     if units is layout:
         return made
