@@ -153,8 +153,8 @@ def test_slots_and_shadows_of_a_layout():
         for name, policy in POLICIES.items()
     }
     assert slots == {
-        "home": 2, "smartmoe": 2, "fastermoe": 5, "prophet": 5, "flexmoe": 5, "eplb": 5,
-        "laer": 5, "micromoe": 5,
+        "home": 2, "smartmoe": 2, "hiermoe": 2, "fastermoe": 5, "prophet": 5,
+        "flexmoe": 5, "eplb": 5, "laer": 5, "micromoe": 5,
     }  # fmt: skip
     dynamic = replay.layout_for(POLICIES["home"], EXPERTS, args, "dynamic")
     assert dynamic.slots_per_device == 4  # the own experts, and as many copies
