@@ -77,6 +77,16 @@ class Question:
         """Seconds of each layer in one step, under the current plan and layout."""
         return sec_by_layer(self, self.plan, self.layout)
 
+    @functools.cached_property
+    def planned(self) -> ExpertPlan:
+        """The policy's plan for the current layout, in all layers; the current plan if
+        the policy does not plan for the layout's store."""
+        if self.layout.store not in self.policy.stores:
+            return self.plan
+        # This layout's copies travel whether a plan uses them or not: they are free.
+        sunk = dataclasses.replace(self.cost, bytes_per_expert=0.0)
+        return _plan(self, self.layout, sunk, self.plan)
+
     def counted_steps(self, layout: Layout) -> int:
         """Return the number of steps over which the gain of a change to `layout` is
         summed."""
@@ -161,10 +171,8 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
     because observed pairs of devices are fuller than those of the mean load.
     """
     cost = question.cost
-    sec_l, together_l = (
-        np.zeros(plan.num_layers),
-        layers_of(question.together_lee, plan),
-    )
+    sec_l = np.zeros(plan.num_layers)
+    together_l = layers_of(question.together_lee, plan)
     for layer, row_p in enumerate(plan.slot_to_expert_lp):
         load_we, peak = question.load_lwe[layer], question.peak_l[layer]
         sec_l[layer] = cost.layer_sec(load_we, row_p, layout, together_l[layer])
@@ -182,19 +190,9 @@ def swap(question: Question) -> list[Candidate]:
     plan, layout = question.plan, question.layout
     if layout.store not in question.policy.stores:
         return []
-    # This layout's copies travel whether a plan uses them or not: they are free to it.
-    sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
-    new = _plan(question, layout, sunk, plan)
-    merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
+    margin = question.margin
+    merged = _merge_where_cheaper(question, plan, question.planned, layout, margin)
     return [] if merged == plan else [price(question, merged, layout)]
-
-
-def planned(question: Question) -> ExpertPlan:
-    """Return the policy's plan for the current layout, in all layers: in buffers that
-    fit it, it may pay where a swap does not."""
-    if question.layout.store not in question.policy.stores:
-        return question.plan
-    return _plan(question, question.layout, question.cost, question.plan)
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:

@@ -8,7 +8,7 @@ planned from the one before. While a relayout waits, swaps go on in the layout t
 in use, if they pay before its adoption. The load has changed by then, so the relayout
 is judged anew lag_steps before its adoption: it gets another plan, or is given up.
 
-The balancer looks for a change in three cases:
+The balancer looks for a change in four cases:
 
 * The forecast load is uneven. Device max/mean (rows of the fullest device over the mean
   of devices) exceeds `act_above` in the worst layer, or has exceeded it and is not yet
@@ -188,7 +188,7 @@ def decide(
     elif may_relayout and state.tracker.is_settled:
         best_plan = swaps[0].plan if swaps else state.coming_plan
         if question.policy.needs_together:
-            best_plan = candidates.planned(question)
+            best_plan = question.planned  # may pay in buffers that fit it
         proposals += candidates.relayouts(question, best_plan)
     proposals = [c for c in proposals if c.layout not in state.refused]
     accepted = [c for c in proposals if not candidates.objection(question, c)]

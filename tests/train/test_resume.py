@@ -64,7 +64,8 @@ GPT_OSS = (
     "Train.num_steps = 36", "Checkpoint.every_steps = 6", "Balance.every_steps = 3",
 )  # fmt: skip
 POLICIES = (
-    "fastermoe", "prophet", "flexmoe", "smartmoe", "eplb", "laer", "micromoe",
+    "fastermoe", "prophet", "flexmoe", "smartmoe", "hiermoe", "eplb", "laer",
+    "micromoe",
 )  # fmt: skip
 
 
