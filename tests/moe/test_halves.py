@@ -34,7 +34,7 @@ def test_a_layer_in_halves_is_the_layer_of_each_half():
     topology, slots = MESHES["expert8"], 2 * EXPERTS // 8
     whole = layer_layout(
         topology, "transient", exchange="capacity", slots_per_device=slots,
-        buffer_factor=1.0,
+        buffer_factor=1.0, counts_together=True,
     )  # fmt: skip
     plan = random_plan(np.random.default_rng(0), whole, 1)
     in_halves = make_layer(topology, dataclasses.replace(whole, halves=True))
