@@ -25,7 +25,8 @@ from moejax.balance.policies import POLICIES, check_policy  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
 from moejax.perf.traffic import over_mean  # noqa: E402
 from moejax.plan.expert_plan import ExpertPlan  # noqa: E402
-from moejax.plan.layout import GROUP_AXES, Split  # noqa: E402
+from moejax.plan.groups import GROUP_AXES  # noqa: E402
+from moejax.plan.layout import Split  # noqa: E402
 from tools import replay  # noqa: E402
 from tools.bench import expert_loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402

@@ -27,7 +27,8 @@ from moejax.perf.traffic import (
     sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import GATHERED_ONCE, ROW_MULTIPLE, Layout, Store
+from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
+from moejax.plan.layout_checks import GATHERED_ONCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,8 @@ from moejax.config.training import (
     Processes,
     Train,
 )
-from moejax.plan.layout import (
-    Topology,
-    uneven_group,
-)
+from moejax.plan.groups import uneven_group
+from moejax.plan.layout import Topology
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import UNSPLIT
 

@@ -10,12 +10,11 @@ from moejax.config.checks import (
     require_max,
     require_min,
 )
+from moejax.plan.groups import GROUP_AXES, Group
 from moejax.plan.layout import (
-    GROUP_AXES,
     REPLICATING_SPLITS,
     Fp8,
     Gather,
-    Group,
     Kernels,
     Overflow,
     Split,

@@ -16,7 +16,7 @@ from moejax.config.checks import (
     require_min,
     require_positive,
 )
-from moejax.plan.layout import MAX_EXPERTS
+from moejax.plan.groups import MAX_EXPERTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,8 @@ from moejax.perf.traffic import (
     sent_rows,
 )
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import GROUP_AXES, Layout
+from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Layout
 from moejax.plan.owner_moves import num_rounds
 from moejax.plan.together import RowRatios
 from moejax.rich import shown_by

@@ -12,7 +12,8 @@ import numpy as np
 from moejax.perf.calibration import LEAVING_SHARE, Calibration, leaving_bytes
 from moejax.perf.rates import Rates
 from moejax.perf.target import Target
-from moejax.plan.layout import GROUP_AXES, Topology
+from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Topology
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 """Names of the collectives that predictions need."""

@@ -7,7 +7,8 @@ gradients, are whole on every device (ZeRO stage 1 instead of 3).
 from typing import NamedTuple
 
 from moejax.choice import Choice
-from moejax.plan.layout import GATHERED_ONCE, Gather, Layout
+from moejax.plan.layout import Gather, Layout
+from moejax.plan.layout_checks import GATHERED_ONCE
 
 GIB = 2**30
 SAFE = 0.9

@@ -20,7 +20,8 @@ from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.tuning import align_rows_for
 from moejax.perf.cost_model import CostModel
 from moejax.plan import shadowing, top_up
-from moejax.plan.layout import GATHERED_ONCE, MAX_SLACK, Layout, Overflow, Store
+from moejax.plan.layout import Layout, Overflow, Store
+from moejax.plan.layout_checks import GATHERED_ONCE, MAX_SLACK
 from moejax.resolve.kernels import product_widths
 from moejax.resolve.partition import Partition, group_sizes, micro_batch_tokens
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from moejax.config import Config, Dispatch
 from moejax.perf.calibration import Calibration, find_line
-from moejax.plan.layout import GATHERED_ONCE, ITEMSIZE
+from moejax.plan.layout import ITEMSIZE
+from moejax.plan.layout_checks import GATHERED_ONCE
 from moejax.resolve.partition import rows_per_step
 from moejax.resolve.resolved import Resolved
 from moejax.resolve.speeds import make_cost_model

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from moejax.perf.cost_model import cost_model
-from moejax.plan.layout import GROUP_AXES
+from moejax.plan.groups import GROUP_AXES
 from moejax.resolve.speeds import presumed
 
 SIZES = {"d_model": 8, "d_expert": 16, "itemsize": 2, "micro_batches": 1,

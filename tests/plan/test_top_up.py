@@ -7,7 +7,8 @@ import numpy as np
 
 from moejax.plan import dynamic_replication, top_up, water_filling
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
-from moejax.plan.layout import MAX_SLACK, Layout
+from moejax.plan.layout import Layout
+from moejax.plan.layout_checks import MAX_SLACK
 from tests.support.replica_loads import scattered, zipf
 
 

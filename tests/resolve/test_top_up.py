@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from moejax.config import Config, Dispatch
-from moejax.plan.layout import MAX_SLACK, Layout, Topology
+from moejax.plan.layout import Layout, Topology
+from moejax.plan.layout_checks import MAX_SLACK
 from tests.support.resolved import make_run
 
 

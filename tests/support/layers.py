@@ -30,7 +30,8 @@ from moejax.moe.layer import MoeLayer
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement, RouterLosses
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Layout, Topology
 from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with

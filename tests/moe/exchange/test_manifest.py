@@ -22,7 +22,8 @@ from moejax.moe.exchange.rounds import num_rounds
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Layout, Topology
 from tests.support.layers import placed
 from tests.support.manifests import make_manifest
 from tests.support.split_cases import E, W, make_slots, quotas

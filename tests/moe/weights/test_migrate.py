@@ -23,7 +23,8 @@ from moejax.moe.weights.migrate import (
     reshard,
 )
 from moejax.moe.weights.stores import EXPERT_PARAMS
-from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Layout, Topology
 from tests.support.close import are_same_bits
 from tests.support.random_plans import random_owners
 
