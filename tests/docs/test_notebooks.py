@@ -1,12 +1,15 @@
 """Test the notebooks: stored outputs are complete and clean, and a fresh kernel gives
 the same ones."""
 
+import os
 import pathlib
 import re
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.support import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -66,6 +69,9 @@ def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
     # Compiled as for a reader, and with the pictures of a notebook.
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "MPLBACKEND"):
         monkeypatch.delenv(name, raising=False)
+    flags = os.environ["XLA_FLAGS"].split()
+    slow = [flag for flag in flags if flag not in xla_flags.QUICK]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(slow))
     stored = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
