@@ -39,7 +39,7 @@ lint: $(VENV)/.stamp  ## ruff (format, rules), import layers and circles
 format: $(VENV)/.stamp  ## let ruff rewrite what it can
 	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
 
-test: lint  ## every check and test (8 to 15 minutes on two cores with cold caches)
+test: lint  ## every check and test (8 minutes on two idle cores with cold caches)
 	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
 test-fast: $(VENV)/.stamp  ## the tests that take seconds (a minute and a half)

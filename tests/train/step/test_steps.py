@@ -41,7 +41,7 @@ from train.step.expert_params import is_expert, take
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 OFTEN = (
-    "resident, gathered once", "sharded, in halves", "dynamic, later rounds", "domain",
+    "resident, gathered once", "sharded, in halves", "dynamic, later rounds",
     "domain, copies filled",
 )  # fmt: skip
 """Ways of `make test`. test_dense_weights.py has a tensor axis, and
