@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +31,13 @@ from moejax.perf.calibration import (
     find_line,
     leaving_bytes,
     slower,
+)
+from moejax.perf.layer_times import (
+    LayerTimes,
+    StepParts,
+    WeightTerms,
+    repeated,
+    sum_sec,
 )
 from moejax.perf.terms import Prediction, Term
 from moejax.perf.traffic import (
@@ -205,7 +211,7 @@ class CostModel:
         """Return the time of all exchanges of a layer's rows in one step."""
         return sum(term.sec for term in self.row_terms(pair_uu, layout, ratios))
 
-    def weight_terms(self, layout: Layout, is_topped_up: bool = False) -> "WeightTerms":
+    def weight_terms(self, layout: Layout, is_topped_up: bool = False) -> WeightTerms:
         """Return the terms in which one layer's weights reach their slots and the
         gradients return, in one step.
 
@@ -230,7 +236,7 @@ class CostModel:
         if is_topped_up:
             budget = layout.top_up_offers, layout.top_up_copies
             moved = self._moved(layout, layout.exchanged, sum(budget), 2, "copies")
-            once += [_times(moved, layout.num_exchanges * self.micro_batches)] * (
+            once += [repeated(moved, layout.num_exchanges * self.micro_batches)] * (
                 1 + self.num_fetched
             )
         domain_out, domain_back = self._domain_terms(layout)
@@ -266,7 +272,7 @@ class CostModel:
         times = 1 if layout.store == "resident" else self.micro_batches
         if layout.makes_replicas:  # each exchange chooses its own copies
             times *= layout.num_exchanges
-        return _times(moved, times)
+        return repeated(moved, times)
 
     def _moved(
         self,
@@ -350,14 +356,14 @@ class CostModel:
         return found.sec - self._hidden_sec(found, layout, forward_sec)
 
     def _hidden_sec(
-        self, found: "WeightTerms", layout: Layout, forward_sec: float
+        self, found: WeightTerms, layout: Layout, forward_sec: float
     ) -> float:
         """Return the time of weights and gradients that other work hides."""
         if not (layout.prefetch and self.overlaps):
             return 0.0
         work_sec = forward_sec + self.micro_batches * self.other_sec
-        hidden_sec = min(_sec(found.ahead), work_sec)
-        return hidden_sec + min(_sec(found.back), (1 + self.num_fetched) * work_sec)
+        hidden_sec = min(sum_sec(found.ahead), work_sec)
+        return hidden_sec + min(sum_sec(found.back), (1 + self.num_fetched) * work_sec)
 
     def predict(
         self,
@@ -390,7 +396,9 @@ class CostModel:
         """Return the time of one layer in one step, with the slots `row_p`: the sum of
         the terms of `predict`."""
         layer = self._layer(load_we, row_p, layout, together_ee)
-        return self.num_computed * layer.forward_sec + _sec(layer.rows) + layer.sync_sec
+        return (
+            self.num_computed * layer.forward_sec + sum_sec(layer.rows) + layer.sync_sec
+        )
 
     def _layer(
         self,
@@ -398,7 +406,7 @@ class CostModel:
         row_p: np.ndarray,
         layout: Layout,
         together_ee: np.ndarray | None = None,
-    ) -> "_LayerTimes":
+    ) -> LayerTimes:
         """Return the times of one layer in one step, with the slots `row_p`."""
         ratios = ratios_of(together_ee, row_p, layout)
         rows_up = layer_rows(load_we, row_p, layout)
@@ -407,7 +415,7 @@ class CostModel:
             rows_u = min(layout.shards) * rows_u  # copies of the same tokens
         forward_sec = float(rows_u.max()) * row_sec
         weights = self.weight_terms(layout, has_copies(rows_up, layout))
-        return _LayerTimes(
+        return LayerTimes(
             mean_sec=float(rows_u.mean()) * row_sec,
             forward_sec=forward_sec,
             rows=self.row_terms(pair_rows(rows_up), layout, ratios),
@@ -422,7 +430,7 @@ class CostModel:
         fullest_pair_l: np.ndarray,
         layout: Layout,
         num_blocks: int,
-    ) -> "StepParts":
+    ) -> StepParts:
         """Return the time of a step's blocks by parts, from rows that the step has
         counted in each MoE layer.
 
@@ -441,7 +449,7 @@ class CostModel:
             share = min(1.0, view.rows_per_device / max(computed, 1.0))
             left = pair - min(pair * share, view.rows_per_peer)
             received = min(computed, pair * w) * (w - 1) / w
-            wires_sec += _sec(self._row_terms(left, received, layout))
+            wires_sec += sum_sec(self._row_terms(left, received, layout))
         waits_l = np.maximum(fullest_rows_l - mean_rows_l, 0)
         return StepParts(
             experts=self.num_computed * float(mean_rows_l.sum()) * row_sec,
@@ -487,7 +495,7 @@ class CostModel:
         plan: ExpertPlan,
         layout: Layout,
         num_blocks: int = 0,
-    ) -> "StepParts":
+    ) -> StepParts:
         """Return the time of a step's blocks by parts, for loads and a plan. Without
         blocks, the parts add up to `step_sec`."""
         layers = [
@@ -499,7 +507,7 @@ class CostModel:
         return StepParts(
             experts=self.num_computed * mean_sec,
             wait=self.num_computed * (forward_sec - mean_sec),
-            wires=sum(_sec(layer.rows) for layer in layers),
+            wires=sum(sum_sec(layer.rows) for layer in layers),
             copies=sum(layer.sync_sec for layer in layers),
             blocks=self._blocks_sec(num_blocks),
         )
@@ -593,75 +601,6 @@ def layers_of(
 ) -> Sequence[np.ndarray | None]:
     """Return the table of each layer, or None for each where there is none."""
     return [None] * plan.num_layers if together_lee is None else together_lee
-
-
-class WeightTerms(NamedTuple):
-    """Terms of one layer's weights and their gradients in one step, by what can hide
-    them (CostModel.sync_sec)."""
-
-    ahead: tuple[Term, ...]
-    """Weights of the forward pass."""
-    back: tuple[Term, ...]
-    """Gradients, and weights that the backward pass fetches again."""
-    once: tuple[Term, ...]
-    """What nothing hides: once a step, or when a layer's loads are known."""
-
-    @property
-    def sec(self) -> float:
-        """Seconds of all terms together."""
-        return _sec(self.ahead) + _sec(self.back) + _sec(self.once)
-
-
-class _LayerTimes(NamedTuple):
-    """Times of one layer in one step."""
-
-    mean_sec: float
-    """Forward time of a device with the mean number of rows."""
-    forward_sec: float
-    """Forward time of the fullest device (T_FEC)."""
-    rows: tuple[Term, ...]
-    weights: WeightTerms
-    hidden_sec: float
-    """Time of weights and gradients that other work hides."""
-
-    @property
-    def sync_sec(self) -> float:
-        """Exposed time of weights and gradients (T_sync)."""
-        return self.weights.sec - self.hidden_sec
-
-
-def _times(term: Term, times: int) -> Term:
-    """Return the term of a number of equal ones."""
-    return Term(term.name, times * term.count, times * term.bytes, times * term.sec)
-
-
-def _sec(found: tuple[Term, ...]) -> float:
-    """Return the seconds of terms together."""
-    return sum(term.sec for term in found)
-
-
-@shown_by("step_parts")
-@dataclasses.dataclass(frozen=True)
-class StepParts:
-    """Modelled seconds of a step's blocks, by what takes them. Embedding, head,
-    optimizer and gradients of dense parameters are in none of them."""
-
-    experts: float
-    """Experts, if every device had the mean number of rows."""
-    wait: float
-    """Waiting for the fullest device of each layer."""
-    wires: float
-    """Exchanges of rows."""
-    copies: float
-    """Weights that travel to slots and gradients that return, as far as no other work
-    hides them."""
-    blocks: float
-    """The rest of the blocks, such as attention."""
-
-    @property
-    def total(self) -> float:
-        """Sum of all parts."""
-        return self.experts + self.wait + self.wires + self.copies + self.blocks
 
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:

@@ -2,7 +2,8 @@
 candidate, and the candidates that a choice compared."""
 
 from moejax.choice import Choice
-from moejax.perf.cost_model import CostModel, StepParts
+from moejax.perf.cost_model import CostModel
+from moejax.perf.layer_times import StepParts
 from moejax.perf.terms import Prediction
 from moejax.show.table import View, left_out, quantity
 
