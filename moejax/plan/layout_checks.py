@@ -1,14 +1,14 @@
 """Rules that the fields of a Layout keep. Each error names the field, what was found,
-and what would do."""
+and what would do.
+
+`layout` is a moejax.plan.layout.Layout, which calls `check` when it is made.
+"""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moejax.plan.groups import GROUP_AXES, group_name, uneven_group
 from moejax.plan.schedule_rules import SCHEDULES
-
-if TYPE_CHECKING:
-    from moejax.plan.layout import Layout
 
 GATHERED_ONCE = ("owned", "resident")
 """Stores whose slots can be gathered over data once a step (Layout.gather)."""
@@ -16,7 +16,7 @@ MAX_SLACK = 2**20
 """Largest Layout.top_up_slack: 1024 times the mean, above which nothing is copied."""
 
 
-def check(layout: "Layout") -> None:
+def check(layout: Any) -> None:
     """Raise ValueError for the first rule that the layout breaks, with a remedy."""
     _check_group(layout)
     _check_copies(layout)
@@ -28,7 +28,7 @@ def check(layout: "Layout") -> None:
     _check_buffers(layout)
 
 
-def _check_group(layout: "Layout") -> None:
+def _check_group(layout: Any) -> None:
     """Check that rows travel along axes that may form a group, and that the group
     splits the experts evenly."""
     groups = list(GROUP_AXES.values())
@@ -44,7 +44,7 @@ def _check_group(layout: "Layout") -> None:
         raise ValueError(uneven)
 
 
-def _check_copies(layout: "Layout") -> None:
+def _check_copies(layout: Any) -> None:
     """Check that the store agrees with slots, budgets, kernels and split."""
     budgets = (layout.offers_per_device, layout.copies_per_device)
     limits = (layout.experts_per_device, layout.slots_per_device)
@@ -78,7 +78,7 @@ def _check_copies(layout: "Layout") -> None:
         )
 
 
-def _check_gather(layout: "Layout") -> None:
+def _check_gather(layout: Any) -> None:
     """Check that slots which are gathered once a step are made once a step."""
     if layout.gather == "layer":
         return
@@ -90,7 +90,7 @@ def _check_gather(layout: "Layout") -> None:
         )
 
 
-def _check_replicas_of_steps(layout: "Layout") -> None:
+def _check_replicas_of_steps(layout: Any) -> None:
     """Check what a split that makes the replicas needs."""
     if not layout.makes_replicas:
         return
@@ -123,7 +123,7 @@ def _check_replicas_of_steps(layout: "Layout") -> None:
         )
 
 
-def _check_top_up(layout: "Layout") -> None:
+def _check_top_up(layout: Any) -> None:
     """Check the limit and the budgets of split 'top_up'."""
     if layout.split != "top_up":
         return
@@ -154,7 +154,7 @@ def _check_top_up(layout: "Layout") -> None:
         )
 
 
-def _check_tensor(layout: "Layout") -> None:
+def _check_tensor(layout: Any) -> None:
     """Check that the schedule agrees with split, buffers, transport and store."""
     if layout.tensor is None:
         return
@@ -187,7 +187,7 @@ def _check_tensor(layout: "Layout") -> None:
         )
 
 
-def _check_domain(layout: "Layout") -> None:
+def _check_domain(layout: Any) -> None:
     """Check that domains agree with group, store, split and expert shards."""
     domain = layout.domain
     if domain is None:
@@ -216,7 +216,7 @@ def _check_domain(layout: "Layout") -> None:
         )
 
 
-def _check_buffers(layout: "Layout") -> None:
+def _check_buffers(layout: Any) -> None:
     """Check the numbers of slots and of rows, and that the transport can carry them."""
     if layout.num_slots < layout.num_experts:
         raise ValueError(
