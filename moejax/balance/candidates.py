@@ -142,26 +142,32 @@ def fullest_pair_by_layer(
 ) -> np.ndarray:
     """Return the maximum number of rows that one device sends to one other in a step,
     float [l]."""
-    sent_l = sent_by_layer(load_lwe, plan, layout, layout.source_share, together_lee)
+    pair_l = pairs_by_layer(load_lwe, plan, layout, layout.source_share)
+    sent_l = sent_by_layer(pair_l, plan, layout, together_lee)
     return np.array([sent.fullest for sent in sent_l])
 
 
+def pairs_by_layer(
+    load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout, share: float
+) -> list[np.ndarray]:
+    """Return the choices from each source at each device in each layer, [u, u], for a
+    share of the loads."""
+    rows = zip(load_lwe, plan.slot_to_expert_lp)
+    return [share * pair_rows(layer_rows(x, p, layout)) for x, p in rows]
+
+
 def sent_by_layer(
-    load_lwe: np.ndarray,
+    pair_l: list[np.ndarray],
     plan: ExpertPlan,
     layout: Layout,
-    share: float,
-    together_lee: np.ndarray | None = None,
+    together_lee: np.ndarray | None,
 ) -> list[Sent]:
-    """Return the rows that travel in each layer for a share of the loads."""
-    tables = load_lwe, plan.slot_to_expert_lp, layers_of(together_lee, plan)
+    """Return the rows that travel in each layer for the choices of pairs of devices."""
+    view = layout.exchanged.topped_up
+    tables = pair_l, plan.slot_to_expert_lp, layers_of(together_lee, plan)
     return [
-        sent_rows(
-            share * pair_rows(layer_rows(load_we, row_p, layout)),
-            layout.exchanged.topped_up,
-            ratios_of(together_ee, row_p, layout),
-        )
-        for load_we, row_p, together_ee in zip(*tables)
+        sent_rows(pair_uu, view, ratios_of(together_ee, row_p, layout))
+        for pair_uu, row_p, together_ee in zip(*tables)
     ]
 
 
@@ -288,10 +294,8 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
         return layout
     view, windows = layout.exchanged.topped_up, layout.num_windows
     share = layout.source_share / question.cost.micro_batches / layout.num_exchanges
-    layers = zip(question.load_lwe, plan.slot_to_expert_lp)
-    pairs = [share * pair_rows(layer_rows(x, p, layout)) for x, p in layers]
-    args = question.load_lwe, plan, layout, share, question.together_lee
-    sent_l = sent_by_layer(*args)
+    pairs = pairs_by_layer(question.load_lwe, plan, layout, share)
+    sent_l = sent_by_layer(pairs, plan, layout, question.together_lee)
     tokens = share * question.load_lwe.sum(axis=2).max() / layout.top_k
     tokens = math.ceil(round(float(tokens), 6))
     sources = view.num_sources / view.num_devices  # of each device or domain

@@ -225,11 +225,13 @@ def _with_seen_links(
     slowed = cost.slowed(group, state.clock.slowdown)
     if step_clock.extra_sec(state.clock):
         plan, layout = state.plan, state.layout
-        rows = zip(load_lwe, plan.slot_to_expert_lp)
         together_l = layers_of(state.tracker.together_lee, plan)
-        both = zip(rows, together_l)
-        found = [slowed.predict(*each, layout, table) for each, table in both]
-        wires_sec = sum(slowed.sec_on_slowest(each, group) for each in found)
+        wires_sec = sum(
+            slowed.sec_on_slowest(slowed.predict(load_we, row_p, layout, table), group)
+            for load_we, row_p, table in zip(
+                load_lwe, plan.slot_to_expert_lp, together_l
+            )
+        )
         clock = step_clock.settle(state.clock, wires_sec)
         state = dataclasses.replace(state, clock=clock)
         slowed = cost.slowed(group, clock.slowdown)

@@ -59,8 +59,8 @@ def test_parts_by_hand():
 
 
 def test_a_calibration_predicts_a_step_on_this_machine(tmp_path):
-    """It has FLOP/s for all products, and no rate of memory. Without it there is no
-    prediction."""
+    """A calibration has FLOP/s for all products and no rate of memory. Without one no
+    step is predicted."""
     speeds = presumed(dataclasses.asdict(CFG.mesh), "cpu")
     path = tmp_path / "calibration.json"
     path.write_text(dataclasses.replace(speeds, when="2026-11-28").to_json())
