@@ -10,7 +10,8 @@ collectives   line seconds = latency + bytes / bandwidth of all_to_all, all_gath
               (dc_expert ..). Bytes are those that leave one device. All groups of the
               mesh send at once, so the line includes the effect of shared links.
 experts       FLOPs per second of one device in the products of experts, forward and
-              backward, with their activation, in the configuration's widths and dtype
+              backward, with their activation and the moves of rows to slots and back,
+              in the configuration's widths and dtype
 compile       seconds to compile the train step (--compile, needs --gin_file)
 
 Every line comes with its r2. Exit codes: 0 done, 2 bad input, 3 the result could not be

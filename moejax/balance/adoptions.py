@@ -23,6 +23,8 @@ class Adoptions:
     """Current layout of the step."""
     plan: ExpertPlan
     """Current plan."""
+    policy: str
+    """Name of the policy that plans now."""
     swaps: tuple[Decision, ...]
     """Swaps that wait for their adopt_step, in the order of decision and adoption; at
     most one unless the cool-down is 0."""
@@ -90,6 +92,7 @@ def adopt[S: Adoptions](state: S) -> S:
         state,
         layout=coming.layout,
         plan=coming.plan,
+        policy=coming.policy,
         swaps=state.swaps[1:],
         relayout=state.relayout if is_swap else None,
     )

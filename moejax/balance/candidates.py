@@ -4,17 +4,20 @@ priced in seconds.
     swap        the policy's plan for the current layout, in the layers where it pays
     relayout    a layout that differs in one respect (slots per device by one, store,
                 room for copies, rows per peer, communication schedule, domain), and
-                the policy's plan for it
+                the policy's plan for it; or the layout and the plan of another method
+                (`moejax.balance.methods`)
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from moejax.balance import methods
 from moejax.balance.decision import duration
+from moejax.balance.methods import Method
 from moejax.balance.policies import Policy, make_valid_plan
 from moejax.perf.cost_model import CostModel, layers_of, tight
 from moejax.perf.traffic import (
@@ -62,8 +65,11 @@ class Question:
     ways: tuple[Layout, ...] = ()
     """Layouts of the run's first step under each communication schedule and domain that
     may be chosen."""
+    methods: Mapping[Method, Policy] = dataclasses.field(default_factory=dict)
+    """Methods that may take the place of the current one, which is among them, and
+    their policies."""
     policy_name: str = "policy"
-    """Name of the policy in error messages."""
+    """Name of the policy."""
     together_lee: np.ndarray | None = None
     """Tokens that choose both of two experts (`moejax.plan.together`); None where they
     are not counted."""
@@ -117,6 +123,8 @@ class Candidate:
     """Time to compile the step of another layout, once; 0 for a swap."""
     num_layers: int
     """Number of layers whose slots or owners change."""
+    policy: str
+    """Name of the policy that plans from then on."""
 
     @property
     def cost_sec(self) -> float:
@@ -278,6 +286,44 @@ def _other_ways(
         yield _plan(question, layout, question.cost, base), layout
 
 
+def other_methods(question: Question) -> list[Candidate]:
+    """Return the change to the best of the other methods, with the rows per peer of a
+    first step, and with rows per peer that fit it: two candidates at most.
+
+    Of methods whose times are near one another, that of the race is taken
+    (`methods.first_of_the_race`).
+    """
+    if question.layout.exchange == "capacity":
+        return []
+    now, found = question.layout, {}
+    for method in question.methods:
+        if method.is_in_use(question.policy_name, now):
+            found[method] = price(question, question.plan, now)
+            continue
+        try:
+            layout = method.applied(now)
+        except ValueError:  # it does not go together with today's domain
+            continue
+        plan = _method_plan(question, method, layout)
+        priced = [price(question, plan, layout, method.policy)]
+        layout = fitted(question, plan, layout)
+        priced.append(price(question, plan, layout, method.policy))
+        found[method] = max(priced, key=lambda candidate: candidate.gain_sec)
+    sec = {m: float(question.sec_l.sum()) - c.gain_sec for m, c in found.items()}
+    best = found[methods.first_of_the_race(sec)] if sec else None
+    return [] if best is None or best.layout == now else [best]
+
+
+def _method_plan(question: Question, method: Method, layout: Layout) -> ExpertPlan:
+    """Return the plan of another method for its layout, made from the home plan."""
+    home = ExpertPlan.home_in(layout, question.plan.num_layers)
+    policy = question.methods[method]
+    if layout.store not in policy.stores:  # the step makes the replicas
+        return home
+    args = question.load_lwe, layout, question.cost, home, question.together_lee
+    return make_valid_plan(method.policy, policy, *args)
+
+
 def _fits(plan: ExpertPlan, layout: Layout) -> bool:
     """Return whether a plan is valid for a layout."""
     try:
@@ -318,7 +364,9 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
 
 def objection(question: Question, candidate: Candidate) -> str:
     """Return the reason against a candidate, or '' if it pays."""
-    gain_sec, min_sec = candidate.gain_sec, question.margin * candidate.base_sec
+    is_other = candidate.policy != question.policy_name
+    margin = max(question.margin, methods.MIN_GAIN * is_other)
+    gain_sec, min_sec = candidate.gain_sec, margin * candidate.base_sec
     saved = f"{duration(max(gain_sec, 0.0))}/step"
     if not gain_sec > min_sec:
         return f"saves {saved}, the margin is {duration(min_sec)}"
@@ -327,7 +375,8 @@ def objection(question: Question, candidate: Candidate) -> str:
         price = duration(candidate.cost_sec)
         return f"saves {saved}, too little in {num_steps} steps for {price}"
     has_other_units = candidate.layout.domain != question.layout.domain
-    if candidate.ratio > question.max_ratio and not has_other_units:
+    is_free = is_other or has_other_units
+    if candidate.ratio > question.max_ratio and not is_free:
         return f"saves {saved}, but device max/mean would be {candidate.ratio:.2f}"
     return ""
 
@@ -457,9 +506,11 @@ def _is_changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:
     return slots_lp.any(axis=1) | (before.owned_le != after.owned_le).any(axis=1)
 
 
-def price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
+def price(
+    question: Question, plan: ExpertPlan, layout: Layout, policy: str | None = None
+) -> Candidate:
     """Return a candidate: a plan and its layout, with the predicted gain and costs of
-    adopting them."""
+    adopting them. `policy` is that of another method; None: the current one."""
     now, now_sec_l, cost = question.layout, question.sec_l, question.cost
     sec_l = sec_by_layer(question, plan, layout)
     changed_l = _is_changed(question.plan, plan)
@@ -473,4 +524,5 @@ def price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
         move_sec=float(cost.move_sec(question.plan, plan, layout, now)),
         compile_sec=0.0 if is_swap else float(cost.compile_sec),
         num_layers=int(changed_l.sum()),
+        policy=policy or question.policy_name,
     )

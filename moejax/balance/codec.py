@@ -17,9 +17,11 @@ from moejax.balance.adoptions import Adoptions
 from moejax.balance.controller import State
 from moejax.balance.decision import Decision
 from moejax.balance.loads import LoadTracker
+from moejax.balance.methods import Method
 from moejax.balance.overflows import State as Overflows
 from moejax.balance.planning import (
     Adopted,
+    Compiled,
     Observed,
     Planner,
     Refused,
@@ -37,9 +39,10 @@ from moejax.plan.parallel import Domain, Tensor
 
 KINDS = {
     "Adopted": Adopted, "Adoptions": Adoptions, "Calibration": Calibration,
-    "CostModel": CostModel,
+    "Compiled": Compiled, "CostModel": CostModel,
     "Decision": Decision, "Domain": Domain, "ExpertPlan": ExpertPlan, "Layout": Layout,
-    "LoadTracker": LoadTracker, "Observed": Observed, "Overflows": Overflows,
+    "LoadTracker": LoadTracker, "Method": Method, "Observed": Observed,
+    "Overflows": Overflows,
     "Planner": Planner, "Refused": Refused, "Reply": Reply, "Settings": Settings,
     "Snapshot": Snapshot, "State": State, "StepClock": StepClock, "Task": Task,
     "Tensor": Tensor,

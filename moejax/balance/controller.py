@@ -3,12 +3,13 @@
     init -> observe, every step -> decide -> adopt, lag_steps after a decision
 
 A swap waits lag_steps for its adoption, a relayout relayout_lag_steps, because it is
-compiled meanwhile. Several swaps may wait at once where there is no cool-down; each is
-planned from the one before. While a relayout waits, swaps go on in the layout that is
-in use, if they pay before its adoption. The load has changed by then, so the relayout
-is judged anew lag_steps before its adoption: it gets another plan, or is given up.
+compiled meanwhile; with policy 'auto' as many steps as a compilation takes. Several
+swaps may wait at once where there is no cool-down; each is planned from the one before.
+While a relayout waits, swaps go on in the layout that is in use, if they pay before its
+adoption. The load has changed by then, so the relayout is judged anew lag_steps before
+its adoption: it gets another plan, or is given up.
 
-The balancer looks for a change in four cases:
+The balancer looks for a change in five cases:
 
 * The forecast load is uneven. Device max/mean (rows of the fullest device over the mean
   of devices) exceeds `act_above` in the worst layer, or has exceeded it and is not yet
@@ -16,6 +17,7 @@ The balancer looks for a change in four cases:
 * Padded buffers do not fit the numbers of rows that have been observed.
 * The run leaves communication schedule or domain to be chosen (Settings.ways): others
   are priced, for loads and links as they were observed (moejax.balance.step_clock).
+* The policy is 'auto': other methods are priced (moejax.balance.methods).
 * The policy plans by the experts that tokens choose together (Policy.needs_together):
   other owners may make fewer rows, however even the load is.
 
@@ -47,12 +49,14 @@ from moejax.balance.adoptions import (
 from moejax.balance.candidates import Candidate, Question
 from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
-from moejax.balance.settings import Settings, find_policy
+from moejax.balance.settings import RELAYOUT_LAG_STEPS, Settings, find_policy
 from moejax.balance.step_clock import StepClock
 from moejax.perf.cost_model import CostModel, layers_of
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
+COMPILE_SLACK = 1.5
+"""Time of a compilation beside training, over that of the one before the first step."""
 MAX_SPARE = 2.0
 """The balancer looks for smaller buffers when they hold more than this many times the
 rows of the fullest pair of devices."""
@@ -80,7 +84,9 @@ class State(Adoptions):
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled or did not fit into memory."""
     clock: StepClock
-    """Times of steps, where a relayout may change schedule or domain."""
+    """Times of steps, where a relayout may change schedule, domain or method."""
+    compile_sec: float | None
+    """Time that the compilation before the first step took, with policy 'auto'."""
 
 
 def init(
@@ -106,6 +112,7 @@ def init(
     return State(
         layout=layout,
         plan=plan,
+        policy=settings.first_policy,
         swaps=(),
         relayout=None,
         tracker=tracker,
@@ -116,7 +123,16 @@ def init(
         is_relayout_due=False,
         refused=(),
         clock=step_clock.init(),
+        compile_sec=None,
     )
+
+
+def compiled(state: State, compile_sec: float) -> State:
+    """Return the state that knows how long a compilation takes. A run that was resumed
+    keeps what its first attempt has measured."""
+    if state.compile_sec is not None:
+        return state
+    return dataclasses.replace(state, compile_sec=compile_sec)
 
 
 def observe(
@@ -144,7 +160,7 @@ def observe(
     clock, is_before = state.clock, False
     if state.last_change_step is not None and step < state.last_change_step:
         tracker, is_before = loads.forget_pairs(tracker), True
-    if _sees_links(settings, cost) and step_sec is not None and not is_before:
+    if cost is not None and step_sec is not None and not is_before:
         there = cost.slowed(state.layout.axes, clock.slowdown)
         args = tokens_lwe, state.plan, state.layout, together_lee
         modelled_sec = there.step_sec(*args)
@@ -174,18 +190,23 @@ def decide(
     state = dataclasses.replace(state, is_active=is_active)
     may_swap, may_relayout = _may_change(settings, state, step)
     looks = is_active or question.policy.needs_together
-    is_open = looks or _is_misfit(state) or len(settings.ways) > 1
+    others_are_open = len(settings.ways) > 1 or len(settings.methods) > 1
+    is_open = looks or _is_misfit(state) or others_are_open
     if not may_swap and not (may_relayout and is_open):
         return state, None
     swaps = candidates.swap(question) if may_swap else []
     proposals = list(swaps)
+    others = []
+    if may_relayout and others_are_open and state.tracker.is_settled:
+        others = candidates.other_methods(question)
+        if not looks:  # they are not priced again for a cool-down
+            others += candidates.other_ways(question)
+            state = dataclasses.replace(state, last_keep_step=step)
     if may_relayout and not looks:
-        others = candidates.other_ways(question) if state.tracker.is_settled else []
         if others or _is_misfit(state):
             proposals += candidates.refits(question) + others
-        if others:  # they are not priced again for a cool-down
-            state = dataclasses.replace(state, last_keep_step=step)
     elif may_relayout and state.tracker.is_settled:
+        proposals += others
         best_plan = swaps[0].plan if swaps else state.coming_plan
         if question.policy.needs_together:
             best_plan = question.planned  # may pay in buffers that fit it
@@ -202,7 +223,7 @@ def decide(
     if not state.is_relayout_due:
         # A swap is in place within a few steps, and a relayout can follow it.
         chosen = next((c for c in accepted if c in swaps), best)
-    decision = _change(settings, question, chosen, step)
+    decision = _change(settings, state, question, chosen, step)
     state = dataclasses.replace(state, is_relayout_due=chosen is not best)
     return pend(settings, state, decision), decision
 
@@ -248,10 +269,12 @@ def _judge_anew(
     Its compilation counts no more: it is over, or nearly so.
     """
     waits = state.relayout
-    there = _question(settings, cost, state, load_lwe, waits.layout, step, waits.plan)
+    args = settings, cost, state, load_lwe, waits.layout, step
+    there = _question(*args, waits.plan, waits.policy)
     here = _question(settings, cost, state, load_lwe, state.layout, step)
     plans = [waits.plan, *(candidate.plan for candidate in candidates.swap(there))]
-    priced = [candidates.price(here, plan, waits.layout) for plan in plans]
+    args = waits.layout, waits.policy
+    priced = [candidates.price(here, plan, *args) for plan in plans]
     best = max(priced, key=lambda c: c.gain_sec)
     best = dataclasses.replace(best, compile_sec=0.0)
     if candidates.objection(here, best):
@@ -260,7 +283,7 @@ def _judge_anew(
     elif best.plan == waits.plan:
         return state, None
     else:
-        decision = _change(settings, here, best, step)
+        decision = _change(settings, state, here, best, step)
         decision = dataclasses.replace(decision, adopt_step=waits.adopt_step)
     return pend(settings, state, decision), decision
 
@@ -277,8 +300,8 @@ def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool
     is_ahead = waits is None or step + settings.lag_steps < waits.adopt_step
     may_swap = is_ahead and _has_cooled(settings, last_swap_step, step)
     may_relayout = waits is None and _has_cooled(settings, _last_change(state), step)
-    may_swap &= state.is_active or find_policy(settings).needs_together
-    return may_swap, may_relayout and _is_in_time(settings, step)
+    may_swap &= state.is_active or find_policy(settings, state.policy).needs_together
+    return may_swap, may_relayout and _is_in_time(settings, state, step)
 
 
 def _barred(settings: Settings, state: State, step: int) -> str | None:
@@ -286,8 +309,8 @@ def _barred(settings: Settings, state: State, step: int) -> str | None:
     one can."""
     if state.relayout is not None:
         return f"a relayout is pending for step {state.relayout.adopt_step}"
-    if not _is_in_time(settings, step):
-        adopt_step = step + settings.relayout_lag_steps
+    if not _is_in_time(settings, state, step):
+        adopt_step = step + _relayout_lag_steps(settings, state)
         return (
             f"a relayout would be adopted at step {adopt_step}, after the last, "
             f"{settings.num_steps}"
@@ -311,11 +334,23 @@ def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
     return since_step is None or steps == 0 or step - since_step >= steps
 
 
-def _is_in_time(settings: Settings, step: int) -> bool:
+def _is_in_time(settings: Settings, state: State, step: int) -> bool:
     """Return whether a relayout that is decided at `step` is adopted before the run
     ends."""
     last_step = settings.num_steps
-    return last_step is None or step + settings.relayout_lag_steps <= last_step
+    return last_step is None or step + _relayout_lag_steps(settings, state) <= last_step
+
+
+def _relayout_lag_steps(settings: Settings, state: State) -> int:
+    """Return the number of steps from the decision for a relayout to its adoption: with
+    policy 'auto' those of a compilation, as the run has measured it."""
+    if settings.relayout_lag_steps is not None:
+        return settings.relayout_lag_steps
+    if state.compile_sec is None or not len(state.clock.sec_t):
+        return max(RELAYOUT_LAG_STEPS, settings.lag_steps + 1)
+    compile_sec = COMPILE_SLACK * state.compile_sec
+    steps = math.ceil(compile_sec / float(np.median(state.clock.sec_t)))
+    return settings.lag_steps + max(1, steps)
 
 
 def adopt(state: State) -> State:
@@ -356,21 +391,26 @@ def _question(
     layout: Layout,
     step: int,
     plan: ExpertPlan | None = None,
+    policy: str | None = None,
 ) -> Question:
     """Return the forecast loads, a plan for a layout, by default the coming plan, and
-    the limits by which candidates for another plan are judged at `step`.
+    the limits by which candidates for another plan of a policy, by default the current
+    one, are judged at `step`.
 
     A swap lasts until the run ends or the pending relayout is adopted; a relayout, one
     judged anew included, until the run ends.
     """
     tracker, plan, now = state.tracker, plan or state.coming_plan, state.layout
+    policy = policy or state.policy
+    if state.compile_sec is not None:
+        cost = dataclasses.replace(cost, compile_sec=state.compile_sec)
     waits, end_step = state.relayout, math.inf
     if settings.num_steps is not None:
         end_step = settings.num_steps + 1
     swap_step = relayout_step = step + settings.lag_steps
     swap_end_step = end_step
     if waits is None:
-        relayout_step = step + settings.relayout_lag_steps
+        relayout_step = step + _relayout_lag_steps(settings, state)
     elif layout == state.layout:
         swap_end_step = min(end_step, waits.adopt_step)
     args = tracker.mean_lwe, state.plan, now, tracker.together_lee
@@ -385,13 +425,14 @@ def _question(
         plan=plan,
         layout=layout,
         cost=cost,
-        policy=find_policy(settings),
+        policy=find_policy(settings, policy),
         margin=settings.margin,
         swap_steps=max(0, min(settings.horizon_steps, swap_end_step - swap_step)),
         relayout_steps=max(0, min(settings.horizon_steps, end_step - relayout_step)),
         max_slots_per_device=settings.max_slots_per_device,
         ways=settings.ways,
-        policy_name=settings.policy,
+        methods={m: find_policy(settings, m.policy) for m in settings.methods},
+        policy_name=policy,
         together_lee=tracker.together_lee,
     )
 
@@ -436,12 +477,13 @@ def _keep(
         every, cooled_step = settings.every_steps, step + settings.cooldown_steps
         why += f"; asked again at step {-(-cooled_step // every) * every}"
     plan, layout, ratio = question.plan, question.layout, question.ratio
-    today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0)
-    return _decision(settings, question, today, step, why)
+    policy = question.policy_name
+    today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0, policy)
+    return _decision(settings, state, question, today, step, why)
 
 
 def _change(
-    settings: Settings, question: Question, best: Candidate, step: int
+    settings: Settings, state: State, question: Question, best: Candidate, step: int
 ) -> Decision:
     """Return the decision to adopt a candidate."""
     saved = duration(question.net_sec(best))
@@ -450,25 +492,32 @@ def _change(
         f"saves {saved} in {num_steps} steps (modelled), and changes "
         f"{best.num_layers} of {best.plan.num_layers} layers"
     )
-    return _decision(settings, question, best, step, why)
+    return _decision(settings, state, question, best, step, why)
 
 
 def _decision(
-    settings: Settings, question: Question, after: Candidate, step: int, why: str
+    settings: Settings,
+    state: State,
+    question: Question,
+    after: Candidate,
+    step: int,
+    why: str,
 ) -> Decision:
     """Return the decision to use a candidate, or to keep the current plan if the
     candidate is that."""
     before, w = question.plan, question.layout.num_devices
     is_kept = after.plan is before and after.layout is question.layout
     is_swap = after.layout == question.layout
-    lag_steps = settings.lag_steps if is_swap else settings.relayout_lag_steps
+    lag_steps = settings.lag_steps
+    if not is_swap:
+        lag_steps = _relayout_lag_steps(settings, state)
     return Decision(
         kind="keep" if is_kept else "swap" if is_swap else "relayout",
         step=step,
         adopt_step=step + lag_steps,
         plan=after.plan,
         layout=after.layout,
-        policy=settings.policy,
+        policy=after.policy,
         device_max_over_mean_before=question.ratio,
         device_max_over_mean_after=after.ratio,
         num_moves=candidates.num_moves(before, after.plan, w),

@@ -2,6 +2,7 @@
 
     Observed(step, counts)   the loads of a step; at some steps it is asked what to do
     Adopted, Refused         what the loop has done with the decision that was due
+    Compiled(sec)            how long the compilation before the first step took
 
 `take` is a pure function from a planner and an event to a planner, and to a Reply for
 each step that is asked. So a planner in the middle of a decision is the planner before
@@ -36,7 +37,7 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Observed:
     """Counts of one step: `tokens_lwe` as in RoutingStats, by device that splits the
-    batch, and `fullest_pair_l`; its time, where relayouts depend on that; and
+    batch, and `fullest_pair_l`; its time, where relayouts depend on it; and
     `together_lee`, where the policy plans by them."""
 
     step: int
@@ -56,7 +57,14 @@ class Refused:
     """The loop has refused the pending relayout."""
 
 
-Event = Observed | Adopted | Refused
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The loop has compiled its first step, in `sec` seconds."""
+
+    sec: float
+
+
+Event = Observed | Adopted | Refused | Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +113,9 @@ def take(task: Task, planner: Planner, event: Event) -> tuple[Planner, Reply | N
     if isinstance(event, Adopted):
         earlier = state.plan, state.layout
         return Planner(controller.adopt(state), earlier), None
+    if isinstance(event, Compiled):
+        state = controller.compiled(state, event.sec)
+        return dataclasses.replace(planner, state=state), None
     if isinstance(event, Refused):
         # It counts as a change (last_change_step), under the same plan.
         return Planner(controller.refuse(state), (state.plan, state.layout)), None

@@ -2,14 +2,20 @@
 
 import dataclasses
 
-from moejax.balance.policies import POLICIES, Policy, check_policy
+from moejax.balance.methods import Method
+from moejax.balance.policies import AUTO, POLICIES, Policy, check_policy
 from moejax.config import Balance
 from moejax.plan.layout import Layout, Store
+
+RELAYOUT_LAG_STEPS = 50
+"""Balance.relayout_lag_steps where it is None and the policy is not 'auto', or no
+compilation was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Balance):
-    """`Balance` of one run, in which max_slots_per_device is a number.
+    """`Balance` of one run, in which max_slots_per_device is a number, and but for
+    policy 'auto' relayout_lag_steps too.
 
     Making one raises ValueError, which names the field, for a setting that is wrong.
     """
@@ -25,14 +31,21 @@ class Settings(Balance):
     ways: tuple[Layout, ...] = ()
     """Layouts of the run's first step under each communication schedule and domain that
     it leaves to be chosen; a relayout may change to those of another one."""
+    methods: tuple[Method, ...] = ()
+    """With policy 'auto': the methods that the run can have, of which the first is that
+    of the start; a relayout may change to another one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_policy(self.policy)
+        if self.policy == AUTO:
+            assert self.methods, "there is a method of the start"
+        else:
+            check_policy(self.policy)
         if self.max_slots_per_device is None:
             raise ValueError("Balance.max_slots_per_device=None must be a number here")
         self._check_options()
-        if self.policy != "home" and not find_policy(self).stores:
+        is_named = self.policy not in ("home", AUTO)
+        if is_named and not find_policy(self, self.policy).stores:
             raise ValueError(
                 f"Balance.policy='{self.policy}' plans for the stores "
                 f"{', '.join(POLICIES[self.policy].stores)}, and this run can have "
@@ -47,7 +60,8 @@ class Settings(Balance):
                 n for n, policy in POLICIES.items() if field.name in policy.options
             ]
             value = getattr(self, field.name)
-            if takers and self.policy not in takers and value != field.default:
+            is_taken = self.policy == AUTO or self.policy in takers
+            if takers and not is_taken and value != field.default:
                 raise ValueError(
                     f"Balance.{field.name}={value} is an option of policy "
                     f"{' and '.join(takers)}, not of '{self.policy}': use "
@@ -63,25 +77,36 @@ class Settings(Balance):
         num_steps: int | None = None,
         num_expert_groups: int = 1,
         ways: tuple[Layout, ...] = (),
+        methods: tuple[Method, ...] = (),
     ) -> "Settings":
         """Return the settings of a run of this many steps, with this limit on slots,
-        these stores, groups of experts and ways to communicate."""
+        these stores, groups of experts, ways to communicate and methods."""
+        relayout_lag_steps = balance.relayout_lag_steps
+        if relayout_lag_steps is None and balance.policy != AUTO:
+            relayout_lag_steps = max(RELAYOUT_LAG_STEPS, balance.lag_steps + 1)
         return cls(
             **dataclasses.asdict(balance)
             | {
+                "relayout_lag_steps": relayout_lag_steps,
                 "max_slots_per_device": max_slots_per_device,
                 "stores": stores,
                 "num_steps": num_steps,
                 "num_expert_groups": num_expert_groups,
                 "ways": ways,
+                "methods": methods,
             }
         )
 
+    @property
+    def first_policy(self) -> str:
+        """Name of the policy of the first step."""
+        return self.methods[0].policy if self.policy == AUTO else self.policy
 
-def find_policy(settings: Settings) -> Policy:
-    """Return the policy with its options, and with only those of its stores that the
+
+def find_policy(settings: Settings, name: str) -> Policy:
+    """Return a policy with its options, and with only those of its stores that the
     model can have."""
-    policy = POLICIES[settings.policy].with_options(settings)
+    policy = POLICIES[name].with_options(settings)
     if settings.stores is None:
         return policy
     stores = tuple(s for s in policy.stores if s in settings.stores)

@@ -176,17 +176,18 @@ class Balance:
 
     policy: str = "home"
     """Name of a policy in moejax.balance.policies; 'home' never moves an expert, and
-    'auto' is the policy and store that the cost model and the race recommend for the
-    model and the mesh (docs/balance.md)."""
+    'auto' begins as 'home' and takes the policy, store and split that the cost model
+    and the race recommend for the loads that the run sees (docs/balance.md)."""
     every_steps: int = 10
     """Number of steps from one decision to the next; decisions are taken at multiples
     of it."""
     lag_steps: int = 4
     """Number of steps from the decision for a swap to its adoption by all processes.
     With 1 the step after a decision begins only when the host has decided."""
-    relayout_lag_steps: int = 50
+    relayout_lag_steps: int | None = None
     """Number of steps from the decision for a relayout to its adoption by all
-    processes. They should take longer than the compilation."""
+    processes. They should take longer than the compilation. None: 50, and with policy
+    'auto' as many as a compilation takes, which the run measures."""
     act_above: float = 1.3
     """Forecast imbalance of the worst layer above which the balancer starts to seek
     changes; it stops below a third of the excess over 1 (`rest_below`)."""
@@ -230,7 +231,7 @@ class Balance:
             "layers' time that a change must save",
         )
         require(
-            self.relayout_lag_steps > self.lag_steps,
+            self.relayout_lag_steps is None or self.relayout_lag_steps > self.lag_steps,
             f"Balance.relayout_lag_steps={self.relayout_lag_steps} must exceed "
             f"lag_steps={self.lag_steps}: a relayout is known lag_steps after its "
             "decision, and compiles from then until it is adopted",

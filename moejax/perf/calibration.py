@@ -51,7 +51,8 @@ class Calibration:
     bytes_per_sec and r2; axes is one mesh axis, or several joined, "expert_tensor"."""
     flops_per_sec: float
     """FLOPs of the products of SwiGLU experts, per second of one device in training.
-    The activation, and the gradients of all, are in that time."""
+    The rows' way to slots and back, the activation, and the gradients of all are in
+    that time."""
     matmul_r2: float
     """Coefficient of determination of the line that gave flops_per_sec."""
     compile_sec: float

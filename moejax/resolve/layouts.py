@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import devices_of
 from moejax.balance.controller import Settings
-from moejax.balance.policies import check_policy
+from moejax.balance.methods import Method
+from moejax.balance.policies import AUTO, POLICIES, Policy, check_policy
 from moejax.choice import Choice
 from moejax.config import Config
 from moejax.kernels.device import device_here
@@ -163,16 +164,28 @@ def exact_layout(
     return with_aligned_slots(cfg, layout, mesh)
 
 
+def first_policy(cfg: Config) -> Policy:
+    """Return the policy of a run's first step: 'home' where it is 'auto'. Raises
+    ValueError for a name that no policy has."""
+    name = cfg.balance.policy
+    return POLICIES["home"] if name == AUTO else check_policy(name)
+
+
 def balancer_settings(
-    cfg: Config, layout: Layout, ways: tuple[Layout, ...] = ()
+    cfg: Config,
+    layout: Layout,
+    ways: tuple[Layout, ...] = (),
+    methods: tuple[Method, ...] = (),
 ) -> Settings:
     """Return the balancer's settings for a run that starts in `layout`. `ways` are the
-    layouts under each schedule and domain that the configuration leaves open.
+    layouts under each schedule and domain that the configuration leaves open, and
+    `methods` those that a run of policy 'auto' can have.
 
     Raises ValueError for a split or a store that the policy cannot work with.
     """
-    policy = check_policy(cfg.balance.policy)
-    if cfg.dispatch.split == "water_filling" and not policy.has_replicas:
+    policy = first_policy(cfg)
+    is_auto = cfg.balance.policy == AUTO
+    if cfg.dispatch.split == "water_filling" and not (policy.has_replicas or is_auto):
         raise ValueError(
             "Dispatch.split='water_filling' divides rows over replicas, and "
             f"Balance.policy='{cfg.balance.policy}' makes none: use 'micromoe' or "
@@ -180,16 +193,25 @@ def balancer_settings(
         )
     max_slots = cfg.balance.max_slots_per_device
     if max_slots is None:
-        max_slots = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
+        slots = max([layout.slots_per_device, *(_slots(m.layout) for m in methods)])
+        max_slots = max(2 * layout.experts_per_device + 2, slots)
     stores, num_steps = _possible_stores(cfg), cfg.train.num_steps
     groups = cfg.router.num_groups
     # Compressed copies of a domain's experts are state of the run, which stays.
     may_change = cfg.dispatch.compression is None and cfg.balance.policy != "home"
-    ways = tuple(way for way in ways if may_change and _is_relayout(layout, way))
-    return Settings.of(cfg.balance, max_slots, stores, num_steps, groups, ways)
+    ways = tuple(way for way in ways if may_change and is_relayout(layout, way))
+    args = max_slots, stores, num_steps, groups, ways, methods
+    return Settings.of(cfg.balance, *args)
 
 
-def _is_relayout(layout: Layout, way: Layout) -> bool:
+def _slots(layout: Layout) -> int:
+    """Return the slots of a device, but for those of replicas that the step makes."""
+    return (
+        layout.experts_per_device if layout.makes_replicas else layout.slots_per_device
+    )
+
+
+def is_relayout(layout: Layout, way: Layout) -> bool:
     """Return whether a run can change to the schedule and domain of another layout:
     parameters rest in the same way, and steps treat overflows and slots alike."""
     kept = "num_devices", "axes", "shards", "overflow", "align_rows"
@@ -234,8 +256,10 @@ def _store_sizes(
         slots = own
         if is_dynamic:
             slots = min(2 * own, most)
-        elif check_policy(cfg.balance.policy).has_replicas and store != "owned":
+        elif first_policy(cfg).has_replicas and store != "owned":
             slots = min(max(alone, own + 1), most)
+    elif cfg.balance.policy == AUTO and store == "owned":
+        slots = own  # a relayout makes room for copies
     if store not in ("transient", "resident"):
         return slots, 0, 0
     copies = slots - own if is_dynamic else max(slots - own, 1)
@@ -270,7 +294,7 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
     Raises ValueError for settings that contradict one another.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
-    policy = check_policy(cfg.balance.policy)
+    policy = first_policy(cfg)
     if dispatch.exchange == "capacity" and cfg.balance.policy != "home":
         raise ValueError(
             "Dispatch.exchange='capacity' drops rows by slot, so that another plan "
@@ -316,6 +340,8 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
                 "Dispatch.store and Balance.policy"
             )
     split = policy.split if dispatch.split is None else dispatch.split
+    if cfg.balance.policy == AUTO and store == "owned":
+        split = policy.split  # there are no replicas yet
     own = moe.num_experts // partition.num_owners
     return {
         "slots_per_device": slots,
@@ -350,7 +376,7 @@ def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> b
     """
     if cfg.dispatch.prefetch is not None:
         return cfg.dispatch.prefetch
-    policy = check_policy(cfg.balance.policy)
+    policy = first_policy(cfg)
     store = cfg.dispatch.store or policy.stores[0]
     is_split = cfg.mesh.data > 1 and "data" not in cfg.dispatch.group_axes
     is_split = is_split and cfg.dispatch.gather != "step"

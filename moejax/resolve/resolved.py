@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import devices_of
 from moejax.balance.overflows import Prices
-from moejax.balance.policies import check_on_skewed_load
+from moejax.balance.policies import AUTO, check_on_skewed_load
 from moejax.balance.settings import Settings, find_policy
 from moejax.choice import Choice
 from moejax.config import Config
@@ -30,8 +30,8 @@ from moejax.resolve import gather, layouts
 from moejax.resolve.communication import choose_communication
 from moejax.resolve.kernels import check_attention, choose_kernels
 from moejax.resolve.memory import state_bytes, step_memory
+from moejax.resolve.methods import find_methods
 from moejax.resolve.partition import Partition, micro_batch_tokens
-from moejax.resolve.policy import AUTO, choose_policy
 from moejax.resolve.speeds import (
     load_calibration,
     make_cost_model,
@@ -44,9 +44,8 @@ class Resolved:
     """A run, in which every open question of its configuration has an answer."""
 
     cfg: Config
-    """Configuration as the user wrote it, but for Balance.policy and Dispatch.store
-    where the policy is 'auto'. Read from it only what no 'auto' or None can stand for:
-    sizes of the network, the optimizer, the data."""
+    """Configuration as the user wrote it. Read from it only what no 'auto' or None can
+    stand for: sizes of the network, the optimizer, the data."""
     mesh: Mesh | AbstractMesh
     """Mesh of the run's devices, or an abstract one where no device is needed."""
     partition: Partition
@@ -109,12 +108,14 @@ class Resolved:
         return ExpertPlan.home_in(layout, self.cfg.model.num_moe_layers)
 
     def check_policy(self) -> None:
-        """Raise ValueError where the balancing policy makes an invalid plan for a
-        synthetic skewed load."""
-        name, num_layers = self.settings.policy, self.cfg.model.num_moe_layers
-        if name != "home":
-            policy = find_policy(self.settings)
-            check_on_skewed_load(name, policy, self.layout, self.cost, num_layers)
+        """Raise ValueError where the balancing policy, or one of those that 'auto' may
+        take, makes an invalid plan for a synthetic skewed load."""
+        num_layers, settings = self.cfg.model.num_moe_layers, self.settings
+        pairs = [(method.policy, method.layout) for method in settings.methods]
+        for name, layout in pairs or [(settings.policy, self.layout)]:
+            if name != "home":
+                policy = find_policy(settings, name)
+                check_on_skewed_load(name, policy, layout, self.cost, num_layers)
 
     def recorded_sha256(self) -> str | None:
         """Return the sha256 of the recorded loads that the router follows, or None
@@ -240,26 +241,25 @@ def resolve(
     with devices_of(mesh):  # an abstract mesh may name a device
         target = target or of_device(device_here().device_kind)
     calibration = load_calibration(cfg, kind, target)
-    policy, balanced = {}, cfg
+    found = choose_communication(cfg, calibration, mesh)
+    partition, chosen = found.partition, found.choices
+    cost = make_cost_model(cfg, calibration)
+    layout = layouts.with_shadow_prices(layouts.step_layout(cfg, partition, mesh), cost)
+    methods = ()
     if cfg.balance.policy == AUTO:
-        policy["policy"] = choose_policy(cfg, mesh, calibration, usable_bytes)
-        balanced = policy["policy"].value.applied(cfg)
-    found = choose_communication(balanced, calibration, mesh)
-    partition, communication = found.partition, found.choices
-    cost = make_cost_model(balanced, calibration)
-    layout = layouts.with_shadow_prices(
-        layouts.step_layout(balanced, partition, mesh), cost
-    )
+        args = cfg, layout, mesh, calibration, usable_bytes
+        methods, choice = find_methods(*args)
+        chosen = {"policy": choice, **chosen}
     run = Resolved(
-        cfg=balanced,
+        cfg=cfg,
         mesh=mesh,
         partition=partition,
         layout=layout,
-        owning=layouts.owning_layout(balanced, partition),
+        owning=layouts.owning_layout(cfg, partition),
         calibration=calibration,
         cost=cost,
-        settings=layouts.balancer_settings(balanced, layout, found.layouts),
-        chosen=policy | communication,
+        settings=layouts.balancer_settings(cfg, layout, found.layouts, methods),
+        chosen=chosen,
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)
 

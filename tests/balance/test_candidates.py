@@ -135,7 +135,7 @@ def test_a_plan_that_saves_time_but_is_less_even_is_not_taken(monkeypatch):
     assert keep.why.startswith(
         "no plan for 2 slots a device is cheaper, and no relayout"
     )
-    worse = candidates.Candidate(near, owned, 1.65, 1.0, 1.0, 0.0, 0.0, 1)
+    worse = candidates.Candidate(near, owned, 1.65, 1.0, 1.0, 0.0, 0.0, 1, "policy")
     load_lwe = load_we[None].astype(float)
     ask = candidates.Question(
         load_lwe, np.ones(1), True, 1.18, home, owned, cost, stay, 0.05, 500, 500, 2

@@ -297,7 +297,9 @@ def test_a_relayout_that_no_longer_pays_is_given_up():
 
 def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
     run, load_of_step = relayout_run()
-    other = adoptions.Adoptions(run.state.layout, run.state.plan, (), None)
+    other = adoptions.Adoptions(
+        run.state.layout, run.state.plan, run.state.policy, (), None
+    )
     for step in range(170):
         if adoptions.is_due(other, step):
             other = adoptions.adopt(other)
@@ -322,7 +324,7 @@ def test_swaps_do_not_postpone_a_relayout_for_ever(monkeypatch):
     wide = dataclasses.replace(LAYOUT, slots_per_device=4)
 
     def candidate(plan, layout, gain_sec):
-        return Candidate(plan, layout, 1.0, gain_sec, 1e-9, 0.0, 0.0, 1)
+        return Candidate(plan, layout, 1.0, gain_sec, 1e-9, 0.0, 0.0, 1, "spread")
 
     def swaps(question):
         table_lp = np.roll(question.plan.slot_to_expert_lp, LAYOUT.slots_per_device, 1)

@@ -235,7 +235,7 @@ def test_eplb_with_the_settings_of_a_run_is_the_published_plan():
     # 12 experts have no home on 8 devices, and EPLB needs these sizes alone.
     layout = SimpleNamespace(num_experts=12, num_devices=8, slots_per_device=2)
     load_lwe = np.array(PUBLISHED_LOAD_LE, float)[:, None] / 8
-    plan = find_policy(settings).plan(load_lwe, layout, COST, None)
+    plan = find_policy(settings, "eplb").plan(load_lwe, layout, COST, None)
     assert plan.slot_to_expert_lp.tolist() == PUBLISHED_LP
     load_e = load_lwe[0, 0]
     expected = eplb.rebalance(load_e, 8, 2).tolist()

@@ -123,6 +123,8 @@ class BalancedRun:
     cost: CostModel
     state: controller.State
     decisions: list
+    step_sec: float | None = None
+    """Time of every step; None: it is not known."""
 
     @classmethod
     def start(cls, settings, cost=COST, layout=LAYOUT, plan=None):
@@ -144,7 +146,7 @@ class BalancedRun:
             if pair_of_step is not None:
                 pair_l = pair_of_step(step)
             args = self.settings, self.state, step, load_lwe, pair_l
-            self.state = controller.observe(*args)
+            self.state = controller.observe(*args, self.step_sec, self.cost)
             self.state, decision = controller.decide(
                 self.settings, self.cost, self.state, step
             )

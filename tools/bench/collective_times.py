@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moejax.axes import AXES, AxisNames, axis_size
 from moejax.kernels.grouped_dot import grouped_swiglu
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
+from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.kernels.tuning import align_rows_for
 from moejax.moe.weights.gather import reduce_scatter
 from moejax.perf.calibration import LINE_KEYS, RANGES, Calibration, leaving_bytes
@@ -150,13 +151,13 @@ class Widths:
 
 
 def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
-    """Return compiled programs that time experts in training: grouped products,
-    activation, and the gradients of all of these.
+    """Return compiled programs that time experts in training: rows that move to their
+    slots and back, grouped products, activation, and the gradients of all of these.
 
     The name of their line is ("experts",). Their FLOPs are those of the products, so
-    that what the activation takes counts as slower products. They have half to four
-    times `widths.rows` rows; with fewer, the blocks that rows are cut into are not
-    full.
+    that what moves and the activation take counts as slower products: all of it grows
+    with the rows of a device. They have half to four times `widths.rows` rows; with
+    fewer, the blocks that rows are cut into are not full.
     """
     d, f, groups = widths.d_model, widths.d_expert, widths.groups
     into_gdh = _zeros(mesh, (groups, d, 2 * f), widths.dtype)
@@ -168,17 +169,24 @@ def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     for part in SHARES_OF_ROWS:
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
+        source_m = np.random.default_rng(0).permutation(rows).astype(np.int32)
 
-        def body(x_md, into_gdh, down_gfd, rows_g=rows_g):
+        def body(x_rd, into_gdh, down_gfd, rows_g=rows_g, source_m=source_m):
             options = {"rows_g": jnp.asarray(rows_g), "align_rows": align_rows}
-            experts = partial(grouped_swiglu, **options)
+            position_r1 = jnp.asarray(np.argsort(source_m)[:, None].astype(np.int32))
+            gate_r1 = jnp.ones(position_r1.shape, jnp.float32)
+
+            def experts(x_rd, into_gdh, down_gfd):
+                x_md = gather_rows(x_rd, jnp.asarray(source_m), position_r1)
+                y_md = grouped_swiglu(x_md, into_gdh, down_gfd, **options)
+                return combine_rows(y_md, gate_r1, position_r1, jnp.asarray(source_m))
 
             def step(_, arrays):
                 # Gradients are the next repetition's arrays, so that none is left out.
-                y_md, gradients_of = jax.vjp(experts, *arrays)
-                return gradients_of(y_md)
+                y_rd, gradients_of = jax.vjp(experts, *arrays)
+                return gradients_of(y_rd)
 
-            arrays = x_md, into_gdh, down_gfd
+            arrays = x_rd, into_gdh, down_gfd
             return jax.lax.fori_loop(0, REPEATS, step, arrays)[0]
 
         arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdh, down_gfd)

@@ -117,6 +117,13 @@ class LiveCluster:
             testbed_quota.set_quota(self.groups, cores)
             self.quota = cores
 
+    def set_rate(self, rate_mbit: float) -> None:
+        """Give the uplinks another rate in Mb/s, while programs run. Without shaped
+        links nothing is done, as `make_cluster` has reported."""
+        if self.is_shaped:
+            for dc in range(self.spec.dcs):
+                network.set_rate(dc, rate_mbit)
+
     def run(
         self,
         program: Sequence[str],

@@ -76,14 +76,19 @@ def set_up(dcs: int, rate_mbit: float | None) -> None:
         _call(f"ip -n {name} link set {UPLINK} up")
         _call(f"ip -n {HUB} link set {port} master hub up")
         if rate_mbit is not None:
-            bucket = f"root tbf {_bucket(rate_mbit)}"
-            _call(f"tc -n {name} qdisc add dev {UPLINK} {bucket}")
-            _call(f"tc -n {HUB} qdisc add dev {port} {bucket}")
+            set_rate(dc, rate_mbit)
         # Gloo listens on the address that the machine's own name resolves to.
         folder = ETC_NETNS / name
         folder.mkdir(parents=True, exist_ok=True)
         hosts = f"127.0.0.1 localhost\n{address(dc)} {socket.gethostname()}\n"
         (folder / "hosts").write_text(hosts)
+
+
+def set_rate(dc: int, rate_mbit: float) -> None:
+    """Give the uplink of a DC another rate in Mb/s, in both directions."""
+    bucket = f"root tbf {_bucket(rate_mbit)}"
+    _call(f"tc -n {dc_name(dc)} qdisc replace dev {UPLINK} {bucket}")
+    _call(f"tc -n {HUB} qdisc replace dev dc{dc} {bucket}")
 
 
 def prefix(dc: int) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
 
+RATE_HELP = "rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped"
+
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
@@ -60,7 +62,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         )
 
     _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
-    _add_pair(new_command("pair", "compare two configurations in turns: pair A B"))
+    _add_pair(new_command("pair", "compare configurations in turns: pair A B [C ..]"))
     clean = new_command("clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
     for command in commands.choices.values():
@@ -88,6 +90,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="seconds to wait for another testbed to end",
     )
+    parser.add_argument("--rate_mbit", type=float, default=100.0, help=RATE_HELP)
     _add_limits(parser)
     _add_trace(parser)
 
@@ -96,30 +99,36 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=_pair)
     add = parser.add_argument
     add("a", type=pathlib.Path, metavar="A.gin", help="configuration A")
-    add("b", type=pathlib.Path, metavar="B.gin", help="configuration B")
+    add(
+        "others",
+        type=pathlib.Path,
+        metavar="B.gin",
+        nargs="+",
+        help="configurations that are compared with A",
+    )
     add(
         "--gin_param",
         action="append",
         default=[],
         metavar="BINDING",
-        help="one binding for both; may be given several times (default: none)",
+        help="one binding for all; may be given several times (default: none)",
     )
     add("--blocks", type=int, default=5, help="blocks of each configuration")
     add("--block_steps", type=int, default=20, help="steps of a block")
     add("--dcs", type=int, default=2, help="number of DCs, 1 to 64")
+    add(
+        "--rate_mbit",
+        type=float,
+        nargs="+",
+        default=[100.0],
+        help=f"{RATE_HELP}; with several rates, blocks are done at each of them",
+    )
     _add_limits(parser)
     _add_trace(parser)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rate_mbit",
-        type=float,
-        default=100.0,
-        help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
-    )
-    add(
+    parser.add_argument(
         "--quota",
         type=float,
         help="maximum number of cores per process, such as 0.25 (default: no limit)",

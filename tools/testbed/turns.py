@@ -1,7 +1,7 @@
-"""Two training runs in turns on one cluster, each stopped while it is not its turn.
+"""Training runs in turns on one cluster, each stopped while it is not its turn.
 
-    arm     ████░░░░████████░░░       a block: the steps of one run while the other one
-    home    ░░░░████░░░░░░░░██        is stopped (SIGSTOP, which reaches every thread)
+    arm     ████░░░░████████░░░       a block: the steps of one run while the others
+    home    ░░░░████░░░░░░░░██        are stopped (SIGSTOP, which reaches every thread)
     turns   a   h h a   a   h ..      so that slow changes of the machine hit both alike
 
 A stopped run takes no core and sends nothing: no compilation of a relayout goes on, and
@@ -9,6 +9,9 @@ no plan is made. So what a run does beside its steps is paid for in its own bloc
 run is stopped when the line of a block's last step is in its metrics.jsonl, which is
 within POLL_SEC and the time to write it; what it has then done of the next step is
 missing from its next block. Sums of blocks are exact.
+
+The first steps of a block are slower than the others: caches are cold, and what was
+stopped in the middle of a step goes on. Steady times leave these out.
 """
 
 import dataclasses
@@ -43,6 +46,10 @@ class Block:
         return self.sec / self.num_steps
 
 
+SETTLING_STEPS = 2
+"""First steps of a block that steady times leave out."""
+
+
 class Metrics:
     """The records of a run's metrics.jsonl, read while the run writes them."""
 
@@ -75,7 +82,7 @@ class Metrics:
 
 @dataclasses.dataclass
 class Run:
-    """A training run that takes turns with another one."""
+    """A training run that takes turns with others."""
 
     name: str
     program: HeldProgram
@@ -105,18 +112,34 @@ class Run:
         return Block(self.name, first, self.metrics.last_step, sec)
 
 
-def order(num_blocks: int) -> list[int]:
-    """Return whose turn each block is, 0 or 1, with `num_blocks` of each.
+def steady_steps(blocks: Sequence[Block]) -> list[int]:
+    """Return the numbers of the steps of blocks that do not follow a switch; of all
+    steps where no block is long enough."""
+    steady = [
+        step
+        for block in blocks
+        for step in range(block.first_step + SETTLING_STEPS, block.last_step + 1)
+    ]
+    every = [s for b in blocks for s in range(b.first_step, b.last_step + 1)]
+    return steady or every
 
-    The two runs begin in turn (0 1 1 0 0 1 1 0 ..), so that neither has the later half
-    of all pairs.
+
+def order(num_runs: int, num_blocks: int) -> list[int]:
+    """Return whose turn each block is, by the number of the run, with `num_blocks` of
+    each.
+
+    Every second round is reversed (0 1 2 2 1 0 0 1 2 ..), so that no run has the later
+    part of all rounds.
     """
-    return [(pair + place) % 2 for pair in range(num_blocks) for place in range(2)]
+    forth = list(range(num_runs))
+    rounds = forth, forth[::-1]
+    return [index for number in range(num_blocks) for index in rounds[number % 2]]
 
 
 def take_turns(
     runs: Sequence[Run], block_steps: int, num_blocks: int, limit_sec: float
 ) -> list[Block]:
-    """Let two runs, which are stopped, do their blocks in turns, and return them in the
+    """Let runs, which are stopped, do their blocks in turns, and return them in the
     order in which they ran."""
-    return [runs[index].advance(block_steps, limit_sec) for index in order(num_blocks)]
+    turns = order(len(runs), num_blocks)
+    return [runs[index].advance(block_steps, limit_sec) for index in turns]

@@ -22,7 +22,15 @@ import numpy as np
 from moejax.balance import adoptions, codec, controller, planning
 from moejax.balance.adoptions import Adoptions
 from moejax.balance.loads import home_rows, loads_by_owner
-from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
+from moejax.balance.planning import (
+    Adopted,
+    Compiled,
+    Planner,
+    Refused,
+    Reply,
+    Snapshot,
+    Task,
+)
 from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
@@ -75,10 +83,12 @@ class Balancing:
         self._is_on = self._settings.policy != "home"
         self.stores = {job.model.layout.store}
         """Stores that the layouts of this run may have."""
-        self.stores.update(check_policy(self._settings.policy).stores)
+        self.stores.update(check_policy(self._settings.first_policy).stores)
+        self.stores.update(method.layout.store for method in self._settings.methods)
         self._cost = job.model.run.cost
         layout = job.model.layout
-        self._now = Adoptions(layout, self._first_plan(layout), (), None)
+        plan, policy = self._first_plan(layout), self._settings.first_policy
+        self._now = Adoptions(layout, plan, policy, (), None)
         self._first_step: int | None = None
         """First step that this balancer has observed; None before it."""
         self._snapshot: Snapshot | None = None
@@ -101,12 +111,12 @@ class Balancing:
         """Return the plan of the first step: home, or for a policy that replicates
         before it has seen a load, the policy's plan."""
         home = self._job.model.run.home_plan(layout)
-        policy = check_policy(self._settings.policy)
+        name = self._settings.first_policy
+        policy = check_policy(name)
         if not policy.is_spread_first or layout.store not in policy.stores:
             return home
         shape = (home.num_layers, layout.num_devices, layout.num_experts)
         zero_lwe = np.zeros(shape)
-        name = self._settings.policy
         return make_valid_plan(name, policy, zero_lwe, layout, self._cost, home)
 
     @property
@@ -155,12 +165,12 @@ class Balancing:
         self.say(f"the balancer starts afresh with plan {self.plan.digest}")
 
     def _can_go_on(self, record: BalanceRecord) -> bool:
-        """Return whether a record of the same configuration has this run's policy,
-        which another amount of memory may have chosen, and its kind of steps and rows,
-        which depend on the devices."""
+        """Return whether a record of the same configuration has this run's methods,
+        which depend on the memory, and its kind of steps and rows, which depend on the
+        devices."""
         before, now = record.now.layout, self.layout
         return (
-            record.task.settings.policy == self._settings.policy
+            record.task.settings.methods == self._settings.methods
             and before.overflow == now.overflow
             and before.align_rows == now.align_rows
         )
@@ -187,7 +197,10 @@ class Balancing:
         between owners, and the steps of a pending relayout. The planner's process
         starts meanwhile."""
         self._start_planner()
+        start_sec = time.monotonic()
         self.steps = compile_steps(self._job.model.relaid(self.layout))
+        if self._settings.methods and self._planner is not None:
+            self._planner.tell(Compiled(time.monotonic() - start_sec))
         self.steps.require_room()
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
@@ -431,7 +444,7 @@ class Balancing:
             self._first_step = step
         if self._planner is not None:
             counts = stats.tokens_lwe, stats.fullest_pair_l
-            is_timed = len(self._settings.ways) > 1
+            is_timed = len(self._settings.ways) > 1 or len(self._settings.methods) > 1
             timed_sec = step_sec if is_timed else None
             self._planner.observe(step, *counts, timed_sec, stats.together_lee)
 

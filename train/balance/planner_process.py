@@ -18,7 +18,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from moejax.balance.planning import Adopted, Refused, Reply, Snapshot, Task
+from moejax.balance.planning import (
+    Adopted,
+    Compiled,
+    Refused,
+    Reply,
+    Snapshot,
+    Task,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = "train.balance.planner_main"
@@ -81,8 +88,9 @@ class PlannerProcess:
         others = np.asarray(fullest_pair_l), step_sec, together_lee
         self._send(("observed", step, tokens_lwe.shape, *others), tokens_lwe)
 
-    def tell(self, event: Adopted | Refused) -> None:
-        """Tell the planner what was done with the decision that was due."""
+    def tell(self, event: Adopted | Refused | Compiled) -> None:
+        """Tell the planner what was done with the decision that was due, or how long
+        the first compilation took."""
         self._send(("event", event))
 
     def collect(self, step: int) -> tuple[Reply, float]:

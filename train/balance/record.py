@@ -7,7 +7,7 @@ from moejax.balance import codec
 from moejax.balance.adoptions import Adoptions
 from moejax.balance.planning import Snapshot, Task
 
-FORMAT = 5
+FORMAT = 6
 """Number of the format of a record, which rises when its fields change."""
 
 

@@ -6,6 +6,7 @@ a whole.
 
 import pathlib
 
+import jax
 import numpy as np
 
 from moejax.config import Config
@@ -15,6 +16,9 @@ RAMP = " .:-=+*#%@"
 MAX_COLUMNS = 48
 MAX_NUMBER = 1e100
 """Largest value of a metric that is believed: sums of such numbers are finite."""
+MIN_STEPS = 5
+"""Fewest steps before the first change with which the later ones are compared. The
+first two of a run are not among them."""
 
 
 def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
@@ -24,7 +28,7 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     devices, in the worst layer. With a balancer the same ratio stands beside it for the
     home placement under the same loads.
     """
-    ratios, home_ratios, kinds, adopted = {}, {}, {}, set()
+    ratios, home_ratios, kinds, adopted, msec = {}, {}, {}, set(), {}
     savings_msec, dropped_shares, std_ratios = [], [], []
     for record in read_records(path):
         if isinstance(decision := record.get("decision"), dict):
@@ -35,6 +39,8 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
             continue
         step = record["step"]
         ratios[step] = max(ratio_l)
+        if step_msec := _numbers([record.get("step_msec")]):
+            msec[step] = step_msec[0]
         if home_ratio_l := _numbers(record.get("home_device_max_over_mean")):
             home_ratios[step] = max(home_ratio_l)
         savings_msec += _numbers([record.get("modelled_saving_msec")])
@@ -58,6 +64,26 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
         "num_swaps": changes.count("swap"),
         "num_relayouts": changes.count("relayout"),
         "modelled_saving_msec": float(np.mean(savings_msec)) if savings_msec else None,
+        "measured": _measure(msec, adopted),
+    }
+
+
+def _measure(msec: dict[int, float], adopted: set[int]) -> dict | None:
+    """Return what steps took before and after the first adoption, in the median, and
+    what the later ones saved in all, waits and adoptions counted; None where too few
+    came before it."""
+    if not adopted:
+        return None
+    before = [msec[step] for step in sorted(msec) if step < min(adopted)][2:]
+    after = [msec[step] for step in msec if step >= min(adopted)]
+    if len(before) < MIN_STEPS or not after:
+        return None
+    before_msec = float(np.median(before))
+    return {
+        "before_msec": before_msec,
+        "after_msec": float(np.median(after)),
+        "saved_sec": 1e-3 * (before_msec * len(after) - sum(after)),
+        "of_sec": 1e-3 * before_msec * len(after),
     }
 
 
@@ -101,7 +127,24 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
             f"modelled saving {saving_msec:.2g} ms per step, beside the home placement "
             f"(speeds {speeds})"
         )
+    if (measured := summary["measured"]) is not None:
+        lines.append(_measured_line(measured, cfg))
     return lines
+
+
+def _measured_line(measured: dict, cfg: Config) -> str:
+    """Return the line about measured times of steps. Simulated devices compute one
+    after the other, so that their steps do not wait for the fullest one."""
+    saved_sec, of_sec = measured["saved_sec"], measured["of_sec"]
+    verb = "saved" if saved_sec >= 0 else "lost"
+    line = (
+        f"measured        {abs(saved_sec):.3g} s {verb} of {of_sec:.3g} s, waits "
+        f"counted: a step took {measured['before_msec']:.3g} ms before the first "
+        f"change, and {measured['after_msec']:.3g} ms since"
+    )
+    if cfg.train.num_simulated_devices is not None and jax.local_device_count() > 1:
+        line += " (simulated devices that share cores gain nothing from balance)"
+    return line
 
 
 def count(number: int, noun: str) -> str:

@@ -98,6 +98,10 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+AUTO = "auto"
+"""Value of Balance.policy with which a run chooses a policy by its loads."""
+
+
 def check_policy(name: str) -> Policy:
     """Return the policy of that name; raise ValueError with the nearest name where
     there is none."""

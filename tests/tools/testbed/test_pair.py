@@ -40,8 +40,8 @@ class FakeProgram:
 
 
 def test_turns_alternate_in_mirrored_pairs():
-    assert order(4) == [0, 1, 1, 0, 0, 1, 1, 0]
-    assert order(3).count(0) == order(3).count(1) == 3
+    assert order(2, 4) == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert order(3, 3) == [0, 1, 2, 2, 1, 0, 0, 1, 2]
 
 
 def test_runs_take_turns_and_one_is_always_held(tmp_path):
@@ -68,12 +68,21 @@ def test_a_ratio_is_that_of_a_pair_of_blocks():
         Block("B", 7, 10, 8.0), Block("A", 7, 10, 16.0),
         Block("A", 11, 14, 4.0), Block("B", 11, 14, 3.0),
     ]  # fmt: skip
-    steps = [{"loss": 5.0, "device_max_over_mean": [1.0, 2.0]}, {"loss": 4.0}]
+    msec = {3: 9e3, 4: 9e3, 5: 1e3, 6: 1e3, 9: 1e3, 10: 2e3, 13: 3e3, 14: 4e3}
+    steps = [
+        {"step": step, "step_msec": x, "modelled_step_msec": x / 2}
+        for step, x in msec.items()
+    ]
+    steps += [{"step": 3, "loss": 5.0, "device_max_over_mean": [1.0, 2.0]}]
+    steps += [{"step": 14, "loss": 4.0}]
     metrics = types.SimpleNamespace(records=steps)
     runs = [Run(name, None, metrics) for name in "AB"]
     record = make_record(runs, blocks)
-    assert record["ratios"] == [0.5, 0.5, 0.75]
-    assert (record["ratio"], record["num_steps"]) == (0.5, [12, 12])
+    assert record["ratios"] == [[0.5, 0.5, 0.75]]
+    assert (record["ratio"], record["num_steps"]) == ([0.5], [12, 12])
+    # The first two steps of a block follow a switch.
+    assert record["steady_sec"] == [1.5, 1.5]
+    assert record["modelled_sec"] == [0.75, 0.75]
     assert record["step_sec"] == [1.0, 0.75]
     assert (record["last_loss"], record["device_max_over_mean"]) == (
         [4.0] * 2,
@@ -95,13 +104,16 @@ def test_every_file_of_the_race_is_valid_and_trains_the_same_model(path):
 def test_two_configurations_on_a_cluster(tmp_path):
     toy, other = ROOT / "tests" / "support" / "race.gin", tmp_path / "other.gin"
     other.write_text(f"include '{toy}'\nModel.d_model = 64\n")
-    words = ["pair", toy, other, "--rate_mbit=1000", "--quota=0.5", "--blocks=2"]
+    words = ["pair", toy, other, "--rate_mbit", "1000", "100"]
+    limits = ["--quota=0.5", "--blocks=2", "--block_steps=3"]
     done = subprocess.run(
-        [sys.executable, TOOL, *words, "--block_steps=3", "--json"],
+        [sys.executable, TOOL, *words, *limits, "--json"],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
-    assert record["num_steps"] == [6, 6]
-    assert [block["run"] for block in record["blocks"]] == ["A", "B", "B", "A"]
-    assert len(record["ratios"]) == 2
+    assert [at["rate_mbit"] for at in record["rates"]] == [1000, 100]
+    for at in record["rates"]:
+        assert at["num_steps"] == [6, 6]
+        assert [block["run"] for block in at["blocks"]] == ["A", "B", "B", "A"]
+        assert len(at["ratios"][0]) == 2

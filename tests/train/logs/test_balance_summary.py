@@ -19,6 +19,7 @@ def write_log(path, num_steps: int, *, is_balanced: bool) -> None:
     for step in range(1, num_steps + 1):
         ratio = 2.0 if step < 14 or not is_balanced else 1.25
         record = {"step": step, "loss": 1.0, "device_max_over_mean": [1.0, ratio]}
+        record["step_msec"] = {1: 9000.0, 14: 400.0}.get(step, 100 * ratio)
         if is_balanced:
             record["home_device_max_over_mean"] = [2.0, 1.5]
             record["home_std_over_std"] = [1.0, None if step < 14 else 3.0]
@@ -48,7 +49,13 @@ def test_a_balanced_run_is_compared_with_the_home_placement(tmp_path):
     assert home["mean"] == 2.0
     assert summary["modelled_saving_msec"] == 3.0
     assert summary["home_std_over_std"] == 1.0  # 40 of the 67 that are known
+    assert summary["measured"] == {
+        "before_msec": 200.0, "after_msec": 125.0,
+        "saved_sec": pytest.approx(0.2 * 27 - (0.125 * 26 + 0.4)),
+        "of_sec": pytest.approx(0.2 * 27),
+    }  # fmt: skip
     lines = balance_lines(summary, FLEXMOE, "presumed")
+    assert lines[-1].startswith("measured        1.75 s saved of 5.4 s, waits counted")
     bars = [line.split("|")[1] for line in lines if "|" in line]
     assert bars == [13 * "@" + 27 * ":", 40 * "@"]
 
