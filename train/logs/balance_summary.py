@@ -28,7 +28,8 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     devices, in the worst layer. With a balancer the same ratio stands beside it for the
     home placement under the same loads.
     """
-    ratios, home_ratios, kinds, adopted, msec = {}, {}, {}, set(), {}
+    ratios, home_ratios, kinds, adopted = {}, {}, {}, set()
+    msec, modelled_msec = {}, {}
     savings_msec, dropped_shares, std_ratios = [], [], []
     for record in read_records(path):
         if isinstance(decision := record.get("decision"), dict):
@@ -41,6 +42,8 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
         ratios[step] = max(ratio_l)
         if step_msec := _numbers([record.get("step_msec")]):
             msec[step] = step_msec[0]
+        if modelled := _numbers([record.get("modelled_step_msec")]):
+            modelled_msec[step] = modelled[0]
         if home_ratio_l := _numbers(record.get("home_device_max_over_mean")):
             home_ratios[step] = max(home_ratio_l)
         savings_msec += _numbers([record.get("modelled_saving_msec")])
@@ -54,6 +57,7 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
         "policy": cfg.balance.policy,
         "device_max_over_mean": _describe(ratios),
         "dropped_share": float(np.mean(dropped_shares)) if dropped_shares else None,
+        "priced": _priced(msec, modelled_msec),
     }
     if cfg.balance.policy == "home":
         return summary
@@ -87,6 +91,18 @@ def _measure(msec: dict[int, float], adopted: set[int]) -> dict | None:
     }
 
 
+def _priced(msec: dict[int, float], modelled_msec: dict[int, float]) -> dict | None:
+    """Return the median times of a step by the clock and by the cost model; None where
+    no step has both."""
+    steps = sorted(msec.keys() & modelled_msec.keys())
+    if not steps:
+        return None
+    return {
+        "step_msec": float(np.median([msec[step] for step in steps])),
+        "modelled_msec": float(np.median([modelled_msec[step] for step in steps])),
+    }
+
+
 def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
     """Return the lines that describe a run's balance in its summary. `speeds` says
     where the cost model's speeds are from."""
@@ -101,7 +117,7 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
         ]
         if share := summary["dropped_share"]:
             lines.append(f"dropped         {share:.2%} of the choices of experts")
-        return lines
+        return lines + _priced_lines(summary["priced"], speeds)
     swaps = count(summary["num_swaps"], "swap")
     relayouts = count(summary["num_relayouts"], "relayout")
     head = f"balancing       {summary['policy']}: {swaps}, {relayouts}; {mean}"
@@ -129,7 +145,19 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
         )
     if (measured := summary["measured"]) is not None:
         lines.append(_measured_line(measured, cfg))
-    return lines
+    return lines + _priced_lines(summary["priced"], speeds)
+
+
+def _priced_lines(priced: dict | None, speeds: str) -> list[str]:
+    """Return the line that says how much of a step the cost model explains, where its
+    speeds were measured."""
+    if priced is None or not speeds.startswith("measured"):
+        return []
+    step_msec, modelled_msec = priced["step_msec"], priced["modelled_msec"]
+    return [
+        f"priced          {modelled_msec:.3g} of {step_msec:.3g} ms a step (medians); "
+        "no term has embedding, head, optimizer, the filling of buffers and the host"
+    ]
 
 
 def _measured_line(measured: dict, cfg: Config) -> str:

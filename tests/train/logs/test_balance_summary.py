@@ -20,6 +20,7 @@ def write_log(path, num_steps: int, *, is_balanced: bool) -> None:
         ratio = 2.0 if step < 14 or not is_balanced else 1.25
         record = {"step": step, "loss": 1.0, "device_max_over_mean": [1.0, ratio]}
         record["step_msec"] = {1: 9000.0, 14: 400.0}.get(step, 100 * ratio)
+        record["modelled_step_msec"] = 60 * ratio
         if is_balanced:
             record["home_device_max_over_mean"] = [2.0, 1.5]
             record["home_std_over_std"] = [1.0, None if step < 14 else 3.0]
@@ -56,6 +57,8 @@ def test_a_balanced_run_is_compared_with_the_home_placement(tmp_path):
     }  # fmt: skip
     lines = balance_lines(summary, FLEXMOE, "presumed")
     assert lines[-1].startswith("measured        1.75 s saved of 5.4 s, waits counted")
+    *_, priced = balance_lines(summary, FLEXMOE, "measured, in a.json")
+    assert priced.startswith("priced          75 of 125 ms a step")
     bars = [line.split("|")[1] for line in lines if "|" in line]
     assert bars == [13 * "@" + 27 * ":", 40 * "@"]
 
@@ -69,7 +72,9 @@ def test_a_run_without_balancing_has_its_own_figures_alone(tmp_path):
             record = {"step": step, "device_max_over_mean": [2.0]}
             file.write("\n" + json.dumps(record | {"dropped_share": share}))
     summary = summarise_balance(path, HOME)
-    assert summary.keys() == {"policy", "device_max_over_mean", "dropped_share"}
+    assert summary.keys() == {
+        "policy", "device_max_over_mean", "dropped_share", "priced",
+    }  # fmt: skip
     assert summary["device_max_over_mean"]["mean"] == 2.0
     assert summary["dropped_share"] == pytest.approx(0.02)
     assert len(balance_lines(summary, HOME, "presumed")) == 2
