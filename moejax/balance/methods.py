@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from moejax.plan.layout import Layout
+from moejax.plan.layout_checks import GATHERED_ONCE
 
 RACE = (
     "dynamic", "micromoe", "flexmoe", "eplb", "laer", "fastermoe", "shadow", "prophet",
@@ -24,8 +25,7 @@ MIN_GAIN = 0.05
 cost model that is right to a few per cent must not choose between equal methods."""
 FIELDS = (
     "store", "split", "slots_per_device", "offers_per_device", "copies_per_device",
-    "prefetch", "gather", "shadow_price", "exchange_toll", "top_up_slack",
-    "top_up_copies", "top_up_offers",
+    "shadow_price", "exchange_toll", "top_up_slack", "top_up_copies", "top_up_offers",
 )  # fmt: skip
 """Fields of a layout that belong to its method. Buffers, communication schedule and
 domain do not: they stay when the method changes."""
@@ -52,7 +52,12 @@ class Method:
         """Return the layout of the run `now` with this method. Raises ValueError where
         they do not go together, as with other domains."""
         fields = {name: getattr(self.layout, name) for name in FIELDS}
-        return dataclasses.replace(now, **fields)
+        keeps_slots = self.layout.store in GATHERED_ONCE or self.layout.makes_replicas
+        gather = now.gather if keeps_slots else "layer"
+        prefetch = self.layout.prefetch if now.domain is None else now.prefetch
+        return dataclasses.replace(
+            now, **fields, gather=gather, prefetch=prefetch and gather == "layer"
+        )
 
 
 def first_of_the_race(sec: Mapping[Method, float]) -> Method:

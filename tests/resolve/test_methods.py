@@ -219,6 +219,18 @@ def test_budgets_for_copies_are_for_methods_that_make_them(run_at):
         assert method.layout.slots_per_device == (4 if own_alone else 6)
 
 
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_methods_keep_the_domain_and_what_is_gathered_once(gather):
+    dispatch = Dispatch(group="dc_expert", domain=(2, 1), gather=gather)
+    mesh = Topology(dc=2, expert=4)
+    run = make_run(dataclasses.replace(CFG, mesh=mesh, dispatch=dispatch))
+    assert len(run.settings.methods) == (NUM_METHODS if gather == "layer" else 6)
+    for method in run.settings.methods:
+        layout = method.applied(run.layout)
+        assert (layout.domain, layout.gather) == (run.layout.domain, gather)
+        assert layout.prefetch == (gather == "layer")
+
+
 def test_slots_that_do_not_fit_are_refused():
     cfg = dataclasses.replace(
         CFG,
