@@ -33,6 +33,10 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
 from moejax.plan.layout_checks import GATHERED_ONCE
 
+MAX_LAYERS = 4
+"""Number of layers in which methods are compared: a plan of all layers by each policy
+can take longer than the steps until it is asked for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -287,31 +291,53 @@ def _other_ways(
 
 
 def other_methods(question: Question) -> list[Candidate]:
-    """Return the change to the best of the other methods, with the rows per peer of a
-    first step, and with rows per peer that fit it: two candidates at most.
+    """Return the change to the best of the other methods: one candidate, or none.
 
-    Of methods whose times are near one another, that of the race is taken
-    (`methods.first_of_the_race`).
+    They are compared in a few layers, those with most rows on their fullest device.
+    Where several are near the best, the race decides (`methods.first_of_the_race`).
     """
     if question.layout.exchange == "capacity":
         return []
-    now, found = question.layout, {}
+    now, few, sec = question.layout, _fullest_layers(question), {}
     for method in question.methods:
         if method.is_in_use(question.policy_name, now):
-            found[method] = price(question, question.plan, now)
+            sec[method] = float(few.sec_l.sum())
             continue
         try:
-            layout = method.applied(now)
+            plan, layout = _method_change(few, method)
         except ValueError:  # it does not go together with today's domain
             continue
-        plan = _method_plan(question, method, layout)
-        priced = [price(question, plan, layout, method.policy)]
-        layout = fitted(question, plan, layout)
-        priced.append(price(question, plan, layout, method.policy))
-        found[method] = max(priced, key=lambda candidate: candidate.gain_sec)
-    sec = {m: float(question.sec_l.sum()) - c.gain_sec for m, c in found.items()}
-    best = found[methods.first_of_the_race(sec)] if sec else None
-    return [] if best is None or best.layout == now else [best]
+        sec[method] = float(sec_by_layer(few, plan, layout).sum())
+    best = methods.first_of_the_race(sec) if sec else None
+    if best is None or best.is_in_use(question.policy_name, now):
+        return []
+    return [price(question, *_method_change(question, best), best.policy)]
+
+
+def _fullest_layers(question: Question) -> Question:
+    """Return the question for the MAX_LAYERS layers alone that have most rows on their
+    fullest device."""
+    rows = zip(question.load_lwe, question.plan.slot_to_expert_lp)
+    full_l = [device_rows(layer_rows(*x, question.layout)).max() for x in rows]
+    layers = np.sort(np.argsort(np.negative(full_l), kind="stable")[:MAX_LAYERS])
+    plan, together_lee = question.plan, question.together_lee
+    table_lp, owned_le = plan.slot_to_expert_lp[layers], plan.owned_le[layers]
+    return dataclasses.replace(
+        question,
+        load_lwe=question.load_lwe[layers],
+        peak_l=question.peak_l[layers],
+        plan=ExpertPlan(table_lp, plan.num_experts, owned_le),
+        together_lee=None if together_lee is None else together_lee[layers],
+    )
+
+
+def _method_change(question: Question, method: Method) -> tuple[ExpertPlan, Layout]:
+    """Return the plan and the layout of another method, with the rows per peer of a
+    first step or, where these are cheaper, with rows per peer that fit the plan."""
+    layout = method.applied(question.layout)
+    plan = _method_plan(question, method, layout)
+    sizes = layout, fitted(question, plan, layout)
+    return plan, min(sizes, key=lambda x: sec_by_layer(question, plan, x).sum())
 
 
 def _method_plan(question: Question, method: Method, layout: Layout) -> ExpertPlan:
