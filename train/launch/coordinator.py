@@ -11,6 +11,8 @@ PREFIX = "moejax/"
 WEEK_MSEC = 7 * 24 * 3600 * 1000
 """Limit on waiting for a text. It is long because heartbeats end a process whose peer
 has died, and the watchdog one that waits for more than Processes.watchdog_sec."""
+MAX_CANCELLED = 10
+"""Number of times that a request is made again because it was cancelled."""
 
 
 def put(key: str, text: str) -> None:
@@ -19,7 +21,21 @@ def put(key: str, text: str) -> None:
 
 
 def wait_for(key: str) -> str:
-    """Return the text under a key, once a process has stored it."""
+    """Return the text under a key, once a process has stored it.
+
+    The system may stop a process for a while, as a shell does with Ctrl-Z. Where that
+    ends the request, it is made again.
+    """
+    for _ in range(MAX_CANCELLED):
+        try:
+            return _ask(key)
+        except RuntimeError as fault:  # jax's errors are RuntimeErrors
+            if not str(fault).startswith("CANCELLED"):
+                raise
+    return _ask(key)
+
+
+def _ask(key: str) -> str:
     return _state().client.blocking_key_value_get(PREFIX + key, WEEK_MSEC)
 
 

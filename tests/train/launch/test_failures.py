@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,3 +129,25 @@ def test_the_state_of_jax_is_found_while_import_is_replaced(monkeypatch):
     assert coordinator.own_index() == 0  # jax's modules are imported
     monkeypatch.setattr("builtins.__import__", broken)
     assert (coordinator.own_index(), coordinator.count()) == (0, 1)
+
+
+@pytest.mark.parametrize("num_cancelled", [0, 3, coordinator.MAX_CANCELLED + 1])
+def test_a_request_that_was_cancelled_is_made_again(monkeypatch, num_cancelled):
+    """A process that was stopped for a while (SIGSTOP) finds its request cancelled."""
+    faults = ["CANCELLED: CANCELLED"] * num_cancelled
+    client = SimpleNamespace(blocking_key_value_get=lambda key, _: answer(key))
+    monkeypatch.setattr(coordinator, "_state", lambda: SimpleNamespace(client=client))
+
+    def answer(key: str) -> str:
+        if faults:
+            raise RuntimeError(faults.pop())
+        return f"text of {key}"
+
+    if num_cancelled > coordinator.MAX_CANCELLED:
+        with pytest.raises(RuntimeError, match="CANCELLED"):
+            coordinator.wait_for("plan")
+        return
+    assert coordinator.wait_for("plan") == "text of moejax/plan"
+    faults.append("UNAVAILABLE: the coordinator is gone")
+    with pytest.raises(RuntimeError, match="is gone"):
+        coordinator.wait_for("plan")
