@@ -465,6 +465,12 @@ def _keep(
     pay, why no relayout could be proposed, and when the next change is looked for."""
     slots = question.layout.slots_per_device
     why = f"no plan for {slots} slot{'s' * (slots > 1)} a device is cheaper"
+    may_swap, _ = _may_change(settings, state, step)
+    if not proposals and may_swap and question.planned != question.plan:
+        # It pays in no layer: it saves too little, or would make a layer less even.
+        planned = candidates.price(question, question.planned, question.layout)
+        if planned.gain_sec > 0 and candidates.objection(question, planned):
+            proposals = [planned]
     if proposals:
         best = max(proposals, key=lambda c: c.gain_sec)
         kind = "swap" if best.layout == question.layout else "relayout"

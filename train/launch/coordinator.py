@@ -13,6 +13,9 @@ WEEK_MSEC = 7 * 24 * 3600 * 1000
 has died, and the watchdog one that waits for more than Processes.watchdog_sec."""
 MAX_CANCELLED = 10
 """Number of times that a request is made again because it was cancelled."""
+LOST = "CANCELLED", "ping timeout"
+"""Words in the error of a request whose answer was lost while this process, or the
+coordinator's, was stopped."""
 
 
 def put(key: str, text: str) -> None:
@@ -30,7 +33,7 @@ def wait_for(key: str) -> str:
         try:
             return _ask(key)
         except RuntimeError as fault:  # jax's errors are RuntimeErrors
-            if not str(fault).startswith("CANCELLED"):
+            if not any(word in str(fault) for word in LOST):
                 raise
     return _ask(key)
 

@@ -131,10 +131,19 @@ def test_the_state_of_jax_is_found_while_import_is_replaced(monkeypatch):
     assert (coordinator.own_index(), coordinator.count()) == (0, 1)
 
 
-@pytest.mark.parametrize("num_cancelled", [0, 3, coordinator.MAX_CANCELLED + 1])
-def test_a_request_that_was_cancelled_is_made_again(monkeypatch, num_cancelled):
+@pytest.mark.parametrize(
+    ("fault", "num_cancelled"),
+    [
+        ("CANCELLED: CANCELLED", 3),
+        ("UNAVAILABLE: ping timeout", 3),
+        ("CANCELLED: CANCELLED", coordinator.MAX_CANCELLED + 1),
+    ],
+)
+def test_a_request_whose_answer_was_lost_is_made_again(
+    monkeypatch, fault, num_cancelled
+):
     """A process that was stopped for a while (SIGSTOP) finds its request cancelled."""
-    faults = ["CANCELLED: CANCELLED"] * num_cancelled
+    faults = [fault] * num_cancelled
     client = SimpleNamespace(blocking_key_value_get=lambda key, _: answer(key))
     monkeypatch.setattr(coordinator, "_state", lambda: SimpleNamespace(client=client))
 
