@@ -1,9 +1,11 @@
-"""Import published models into runs, export runs as published models, and check both.
+"""Import published models into runs, export runs as published models, check both, and
+make models with experts of dense ones.
 
     python tools/hf.py check models/olmoe
     python tools/hf.py import models/olmoe --out runs/olmoe
     python tools/hf.py export runs/olmoe --out models/olmoe_mine
     python tools/hf.py logits models/olmoe --ids ids.npy --out logits.npy
+    python tools/hf.py upcycle models/llama --experts 8 --top_k 2 --out models/llama_moe
 
 A published model is a folder with config.json, safetensors and perhaps a tokenizer, as
 Hugging Face has them. Nothing is downloaded, and pickles are not read. Exit codes: 0
@@ -20,7 +22,13 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.interop.families import FAMILIES  # noqa: E402
 from tools.launch.arguments import HelpFormatter, add_gin_flags  # noqa: E402
-from tools.published import check, export, import_run, logits  # noqa: E402
+from tools.published import (  # noqa: E402
+    check,
+    export,
+    import_run,
+    logits,
+    upcycle,
+)
 from train.cli import add_checkpoint_flags  # noqa: E402
 from train.config.from_hf import folder_of  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
@@ -58,6 +66,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_import(command("import", import_run, "make a run of a published model"))
     _add_export(command("export", export, "publish a run").add_argument)
     _add_logits(command("logits", logits, "compute logits in float32").add_argument)
+    text = "make an MoE model of a dense one"
+    _add_upcycle(command("upcycle", upcycle, text).add_argument)
     return parser.parse_args(argv)
 
 
@@ -141,6 +151,47 @@ def _add_logits(add: Add) -> None:
         "(required)",
     )
     add_checkpoint_flags(add)
+
+
+def _add_upcycle(add: Add) -> None:
+    add("folder", type=folder_of, metavar="DENSE", help="folder of a dense model")
+    add(
+        "--out",
+        type=folder_of,
+        required=True,
+        metavar="DIR",
+        help="folder to write; it must not exist, or be empty (required)",
+    )
+    add("--experts", type=int, default=8, metavar="E", help="copies of each MLP")
+    add(
+        "--top_k",
+        type=int,
+        default=2,
+        metavar="K",
+        help="copies that compute a token",
+    )
+    add(
+        "--granularity",
+        type=int,
+        default=1,
+        metavar="G",
+        help="experts that each copy is cut into: then there are E * G experts, and "
+        "K * G compute a token",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of each expert's hidden units whose weights are drawn anew; above "
+        "0 the model no longer computes what the dense one computes",
+    )
+    add("--seed", type=int, default=0, help="seed of the router and of the noise")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="dtype of the tensors (default: one that holds the dense model's)",
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 from moejax.interop import fields
 from moejax.interop.config_json import HARMLESS, ConfigJson
-from moejax.interop.families import FAMILIES, Family
+from moejax.interop.families import DENSE, FAMILIES, Family
 from moejax.interop.source import quantization
 from moejax.interop.strict_json import quoted
 
@@ -44,8 +44,11 @@ class Architecture:
     plain."""
 
 
-def as_architecture(record: dict[str, Any], label: str) -> Architecture:
-    """Return what a config.json says.
+def as_architecture(
+    record: dict[str, Any], label: str, family: Family | None = None
+) -> Architecture:
+    """Return what a config.json says, to `family` or, if it is None, to that which it
+    names.
 
     Raises ValueError, one line that begins with `label`, for a family, a key or a value
     that is not supported.
@@ -54,7 +57,7 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     if record.get("model_type") == MULTIMODAL:
         record = _text_part(record, label)
         notes += ("The vision part is not imported; the text part is.",)
-    family = _find_family(record, label)
+    family = family or _find_family(record, label)
     config = ConfigJson(record, label)
     values: fields.Values = {}
     for setting in family.settings:
@@ -106,6 +109,11 @@ def _find_family(record: dict[str, Any], label: str) -> Family:
     known = ", ".join(
         name for f in FAMILIES.values() for name in (f.name, *f.other_types)
     )
+    if found in DENSE:
+        raise ValueError(
+            f"{label}model_type={quoted(found)} is a dense model: make experts of it "
+            "by tools/hf.py upcycle"
+        )
     raise ValueError(
         f"{label}model_type={quoted(found)} is not supported: it must be one of "
         f"{known}, {MULTIMODAL}"

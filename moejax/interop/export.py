@@ -145,15 +145,18 @@ def make_config(
     reasons = []
     for family in FAMILIES.values() if name is None else (FAMILIES[name],):
         try:
-            return family, _config_of(family, network, record)
+            return family, config_of(family, network, record)
         except ValueError as error:
             reasons.append(f"as {family.name} ({error})")
     raise ValueError(f"the model cannot be written {'; '.join(reasons)}")
 
 
-def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
-    """Return the config.json of a network as this family. Raises ValueError if it
-    cannot say what the network is."""
+def config_of(
+    family: Family, network: Network, record: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the config.json of a network as this family, with the keys of `record`
+    that no field of ours says. Raises ValueError if it cannot say what the network
+    is."""
     values = fields.flatten(network)
     has_dense = "dense" in values["layers.ff"]
     dropped = (*DROPPED, *ROPE_KEYS)

@@ -1,5 +1,5 @@
 """Families of published models: a table each, with settings (config.json) and rows
-(tensors), both read in both directions.
+(tensors), both read in both directions. Families of dense models are read alone.
 
 How tensors are read and written belongs in the other modules; a family is data.
 """
@@ -40,6 +40,7 @@ from moejax.interop.settings import (
     Ignored,
     Key,
     KeyHeads,
+    NullAlone,
     OneSharedExpert,
     Only,
     Setting,
@@ -486,3 +487,53 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """Families by name, in the order in which one is looked for that can express a
 network."""
+
+
+class DenseFamily(NamedTuple):
+    """A family of dense models, which upcycling reads (upcycle.py)."""
+
+    name: str
+    """The model_type that is read."""
+    settings: tuple[Setting, ...]
+    """All settings but the width of the MLP and what experts are made of it. Their
+    constants are those of `becomes` too."""
+    becomes: Family
+    """The family that says all that these models compute, and experts."""
+
+
+NULL_SHARED_WIDTH = 64
+"""Width of a shared expert of zeros: few weights, which meshes can divide."""
+
+LLAMA = DenseFamily(
+    "llama",
+    settings(Only("attention_bias", False), Only("mlp_bias", False)),
+    MIXTRAL,
+)
+MISTRAL = DenseFamily("mistral", settings(NullAlone("sliding_window")), MIXTRAL)
+QWEN2_DENSE = DenseFamily(
+    "qwen2",
+    settings(
+        *NO_WINDOW,
+        Constant("attention.bias", "qkv"),
+        Constant("moe.num_shared_experts", 1),
+        Constant("moe.d_shared", NULL_SHARED_WIDTH),
+        Constant("moe.shared_gate", True),
+        heads=HeadDim(is_usual=False),
+    ),
+    QWEN2,
+)
+QWEN3_DENSE = DenseFamily(
+    "qwen3",
+    settings(
+        Flag("attention_bias", "attention.bias", False, **_ALL),
+        *NO_WINDOW,
+        Constant("model.qk_norm", "head"),
+        heads=HeadDim(128),
+    ),
+    QWEN3,
+)
+
+DENSE: dict[str, DenseFamily] = {
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2_DENSE, QWEN3_DENSE)
+}
+"""Families of dense models by name."""

@@ -115,6 +115,19 @@ class Only(Setting):
 
 
 @dataclasses.dataclass(frozen=True)
+class NullAlone(Setting):
+    """A key that must be there and null, because transformers takes a number for it
+    where it is absent."""
+
+    key: str
+
+    def read(self, config, values) -> None:
+        if self.key in config or self.key not in config.record:
+            raise config.error(self.key, "is not supported: it must be there, and null")
+        config.take(self.key)
+
+
+@dataclasses.dataclass(frozen=True)
 class Ignored(Setting):
     """Keys that change nothing beside the other keys of their family."""
 

@@ -139,11 +139,13 @@ class Source:
             why = self._why_unused(name, record)
             if why is None:
                 network = self._network
-                layers, e = network.model.num_layers, network.moe.num_experts
+                size = f"{network.model.num_layers} layers"
+                if ".experts." in name:
+                    size += f" and {network.moe.num_experts} experts"
                 raise ValueError(
                     f"{self._folder.path} has tensor {quoted(name)}, and config.json "
-                    f"describes a {self._family.name} model of {layers} layers and {e} "
-                    "experts without it: they belong to different models"
+                    f"describes a {self._family.name} model of {size} without it: they "
+                    "belong to different models"
                 )
             found.setdefault(why, []).append(name)
         for why, names in found.items():

@@ -32,7 +32,7 @@ def load(family: Family, network: Network, tensor: TensorOf) -> tuple[Leaves, Le
     has no such biases."""
     leaves: Leaves = {}
     layers: dict[str, list[View]] = {}
-    for row, places in _placed_rows(family, network):
+    for row, places in placed_rows(family, network):
         arrays = row.load([tensor(name, row.shape) for name in row.tensors])
         for (path, index), array in zip(places, arrays, strict=True):
             if index is None:
@@ -50,7 +50,7 @@ def save(family: Family, network: Network, leaves: Leaves) -> dict[str, View]:
     """Return the tensors by name, made from parameters and biases of routers. A bias
     that the family does not have is left out."""
     tensors: dict[str, View] = {}
-    for row, places in _placed_rows(family, network):
+    for row, places in placed_rows(family, network):
         arrays = [
             leaves[path] if index is None else views.item(leaves[path], 0, index)
             for path, index in places
@@ -59,7 +59,7 @@ def save(family: Family, network: Network, leaves: Leaves) -> dict[str, View]:
     return tensors
 
 
-def _placed_rows(family: Family, network: Network) -> Iterator[tuple[Row, list[Place]]]:
+def placed_rows(family: Family, network: Network) -> Iterator[tuple[Row, list[Place]]]:
     """Yield all rows, with whole names of tensors, and the places of their parameters.
     Layers follow each other as in the arrays that stack them."""
     for row in top_rows(network):
