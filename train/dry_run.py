@@ -208,7 +208,7 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
 
 def _memory(run: Resolved) -> dict[str, int]:
     """Return the predicted bytes of one device at the peak of a step, by kind."""
-    held = bytes_per_device(_abstract_state(run))
+    held = bytes_per_device(_abstract_state(run), run.cfg.optimizer)
     attention = run.kernels["attention"].value
     return step_memory(run.cfg, run.layout, held, attention)
 

@@ -16,23 +16,33 @@ from moejax.config.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Settings of AdamW, and of the warm-up and decay of its learning rate."""
+    """Settings of the optimizer, and of the warm-up and decay of its learning rate."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the matrices that multiply activations in every layer, each expert's
+    by itself. All other parameters (embedding, head, router, norms, biases) are
+    AdamW's in either case (docs/decisions/0040-muon.md)."""
     learning_rate: float = 1e-3
     """Peak learning rate, at the end of the warm-up."""
     warmup_steps: int = 50
     """Number of steps in which the learning rate rises to its peak."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate from the end of the warm-up to the last step."""
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate from the end of the warm-up to the last step. 'wsd'
+    (warm-up, stable, decay) is constant, and falls in the last `decay_share` of the
+    steps."""
+    decay_share: float = 0.2
+    """Share of Train.num_steps in which 'wsd' decays."""
     final_lr_ratio: float = 0.1
     """Learning rate of the last step over the peak; 'constant' ignores it."""
     b1: float = 0.9
     """Decay rate of Adam's first moment, per step."""
     b2: float = 0.95
     """Decay rate of Adam's second moment, per step."""
+    momentum: float = 0.95
+    """Decay rate of Muon's average of gradients, per step."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which Adam's first moment rests; 'bfloat16' saves 2 bytes a
-    parameter. The second moment and the update are float32
+    """Number format in which Adam's first moment and Muon's average rest; 'bfloat16'
+    saves 2 bytes a parameter. The second moment and the update are float32
     (docs/decisions/0018-will-it-fit.md)."""
     eps: float = 1e-8
     """Number that Adam adds to the root of the second moment."""
@@ -41,6 +51,10 @@ class Optimizer:
     clip_norm: float = 1.0
     """Largest global norm of the gradients, to which larger ones are scaled down; 0
     turns clipping off."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that keep their values, without gradient, moment or decay:
+    'embedding', 'head', 'attention', 'router', 'experts', 'shared', 'dense', 'norms',
+    or patterns of names such as '*/attention/q_*' (moejax/model/parameters.py)."""
     max_skipped_in_a_row: int = 10
     """Number of non-finite updates in a row after which the run stops. Fewer are
     skipped."""
@@ -51,6 +65,16 @@ class Optimizer:
             "clip_norm",
         )  # fmt: skip
         require_min(self, 1, "max_skipped_in_a_row")
+        require(
+            0 < self.decay_share <= 1,
+            f"Optimizer.decay_share={self.decay_share} must be above 0 and at most 1: "
+            "it is the share of the steps in which the learning rate falls",
+        )
+        require(
+            0 <= self.momentum < 1,
+            f"Optimizer.momentum={self.momentum} must be at least 0 and below 1: an "
+            "average with 1 never takes a gradient in",
+        )
         require_max(self, MAX_INT32, STEPS, "warmup_steps", "max_skipped_in_a_row")
 
 

@@ -61,8 +61,8 @@ by less does not need one more row."""
 CARD_BYTES = 2 * 4
 """Bytes that travel beside a row for each choice of a token: a gate and a slot."""
 BYTES_PER_MOVED_WEIGHT = 3 * 4
-"""Bytes that move with a weight to another owner: a float32 master parameter and two
-float32 moments."""
+"""Bytes that move with a weight to another owner under AdamW: a float32 master
+parameter and two float32 moments."""
 
 
 @shown_by("cost_model")
@@ -637,6 +637,7 @@ def cost_model(
     remat: str = "none",
     group: tuple[str, ...] = GROUP_AXES["expert"],
     tokens: int = 0,
+    bytes_per_moved_weight: int = BYTES_PER_MOVED_WEIGHT,
 ) -> CostModel:
     """Return the cost model of SwiGLU experts at the calibration's speeds.
 
@@ -644,7 +645,8 @@ def cost_model(
     hidden width is split over data until a layer computes, unless data is one of the
     mesh axes of the group. `itemsize` is bytes per element in the compute dtype, and
     `other_flops_per_device` the forward FLOPs of the rest of a block on one device in
-    one micro-batch. `tokens` are those of a tensor group in a micro-batch. Raises
+    one micro-batch. `tokens` are those of a tensor group in a micro-batch, and
+    `bytes_per_moved_weight` those of a master parameter and its moments. Raises
     ValueError where the calibration lacks a line.
     """
     data = 1 if "data" in group else calibration.mesh["data"]
@@ -662,7 +664,7 @@ def cost_model(
         flops_per_row=2 * weights,
         bytes_per_row=d_model * itemsize,
         bytes_per_expert=weights * itemsize / data,
-        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT / data,
+        bytes_per_move=weights * bytes_per_moved_weight / data,
         flops_per_sec=calibration.flops_per_sec,
         bytes_per_sec=line["bytes_per_sec"],
         latency_sec=line["latency_sec"],

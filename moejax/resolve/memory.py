@@ -19,7 +19,8 @@ device, t time.
 import dataclasses
 
 from moejax.config import Config
-from moejax.model.flops import attention_matrices, num_params
+from moejax.model.flops import attention_matrices
+from moejax.model.parameters import count, trains_experts
 from moejax.plan.layout import Layout
 from moejax.resolve.kernels import attention_arrays
 
@@ -61,8 +62,9 @@ def step_memory(
 ) -> dict[str, int]:
     """Return the predicted bytes of one device at the peak of a train step, by kind.
 
-    `held` are the bytes of its training state: 'params', 'moments', and, where experts
-    travel compressed, 'tracked'. `attention` is the implementation of attention that
+    `held` are the bytes of its training state: 'params', 'trained' (those of parameters
+    that are not frozen), 'moments', and, where experts travel compressed, 'tracked'.
+    `attention` is the implementation of attention that
     the step takes (moejax.resolve.kernels).
     """
     sizes = _Sizes.of(cfg, layout, attention)
@@ -76,7 +78,7 @@ def step_memory(
     fixed = {
         "masters": held["params"],
         "moments": held["moments"],
-        "gradients": held["params"] + gradients,
+        "gradients": held["trained"] + gradients,
         "slots": slots + held.get("tracked", 0),
         "activations": _kept(cfg, sizes),
     }
@@ -89,9 +91,16 @@ def state_bytes(cfg: Config) -> dict[str, int]:
 
     Small parameters, which rest whole, count as split.
     """
-    params = num_params(cfg.network)["total"] // _num_parts(cfg)
-    moment = ITEMSIZE[cfg.optimizer.mu_dtype]
-    return {"params": params * FLOAT32, "moments": params * (FLOAT32 + moment)}
+    found, parts = count(cfg.network, cfg.optimizer), _num_parts(cfg)
+    first = found.trained * ITEMSIZE[cfg.optimizer.mu_dtype]
+    second = found.trained * FLOAT32
+    if cfg.optimizer.name == "muon":  # matrices have one average
+        second -= found.matrices * FLOAT32
+    return {
+        "params": found.total // parts * FLOAT32,
+        "trained": found.trained // parts * FLOAT32,
+        "moments": (first + second) // parts,
+    }
 
 
 def _num_parts(cfg: Config) -> int:
@@ -235,10 +244,12 @@ def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int
         slots //= cfg.mesh.data  # the hidden width is still split
     sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])
     domain = layout.domain
-    if layout.keeps_slots:
+    if layout.keeps_slots and trains_experts(cfg.network, cfg.optimizer):
         experts = 3 * cfg.model.d_model * cfg.moe.d_expert * cfg.moe.num_experts
         experts *= cfg.model.num_moe_layers
         return sums - experts * FLOAT32 // _num_parts(cfg), slots
+    if layout.keeps_slots:
+        return 0, slots
     if layout.prefetch and cfg.model.remat != "none":
         return sizes.slots, sizes.slots  # of the layers before and after
     if domain is not None and layout.prefetch:

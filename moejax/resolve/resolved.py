@@ -19,6 +19,7 @@ from moejax.balance.settings import Settings, find_policy
 from moejax.choice import Choice
 from moejax.config import Config
 from moejax.kernels.device import device_here
+from moejax.model.parameters import check_frozen
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
@@ -234,6 +235,7 @@ def resolve(
     message says what to do instead.
     """
     check_dense_training(cfg)
+    check_frozen(cfg.network, cfg.optimizer.frozen)
     check_attention(cfg, mesh)
     check_split(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)

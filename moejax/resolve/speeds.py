@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from moejax.balance.overflows import Prices
 from moejax.config import Config
 from moejax.model.flops import flops_per_token
+from moejax.model.parameters import trains_experts
 from moejax.perf.calibration import Calibration, check, read_calibration
 from moejax.perf.cost_model import NOTES, CostModel, cost_model
 from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, stated_calibration
@@ -36,8 +37,19 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
             tokens=micro_batch_tokens(cfg),
+            bytes_per_moved_weight=_bytes_per_moved_weight(cfg),
         )
     return dataclasses.replace(cost, loop_sec=LOOP_SEC)
+
+
+def _bytes_per_moved_weight(cfg: Config) -> int:
+    """Return the bytes of an expert's weight and its moments, as they rest."""
+    if not trains_experts(cfg.network, cfg.optimizer):
+        return ITEMSIZE["float32"]
+    moments = ITEMSIZE[cfg.optimizer.mu_dtype]
+    if cfg.optimizer.name == "adamw":
+        moments += ITEMSIZE["float32"]
+    return ITEMSIZE["float32"] + moments
 
 
 def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:

@@ -11,13 +11,17 @@ import dataclasses
 import numpy as np
 
 from moejax.model.flops import flops_per_token
+from moejax.model.parameters import count
 from moejax.perf.rates import Rates
 from moejax.plan.layout import ITEMSIZE
+from moejax.resolve.memory import state_bytes
 from moejax.resolve.partition import rows_per_step
 from moejax.resolve.resolved import Resolved
 
 FLOAT32 = 4
 """Bytes of a master parameter, of a gradient, and of a second moment."""
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of optax's Newton-Schulz iteration in an update of Muon."""
 HEAD_PASSES = 4
 """Passes of the head: forward, its repetition for the gradient, and two products
 backward."""
@@ -38,7 +42,7 @@ class StepTime:
     head: float
     weights: float
     """Casts of weights and sums of their gradients in each micro-batch, and the
-    update: bytes of device memory."""
+    update: bytes of device memory, and Muon's products."""
 
     @property
     def total(self) -> float:
@@ -63,10 +67,9 @@ def predict(run: Resolved, rates: Rates | None, master_bytes: int) -> StepTime:
     head_rate, weights_sec = run.cost.flops_per_sec, 0.0
     if rates is not None:
         moved = master_bytes / FLOAT32 * _bytes_per_param(run)
-        head_rate, weights_sec = (
-            rates.dense_flops_per_sec,
-            moved / rates.hbm_bytes_per_sec,
-        )
+        head_rate = rates.dense_flops_per_sec
+        weights_sec = moved / rates.hbm_bytes_per_sec
+        weights_sec += _orthogonal_flops(run) / head_rate
     return StepTime(
         experts=parts.experts,
         exchange=parts.wires,
@@ -80,15 +83,28 @@ def predict(run: Resolved, rates: Rates | None, master_bytes: int) -> StepTime:
 def _bytes_per_param(run: Resolved) -> float:
     """Return the bytes that a step moves for each master parameter of a device.
 
-    Update: parameter and two moments are read and written, the gradient is read. In a
-    micro-batch a weight is cast once, and again where the backward pass repeats it; its
-    gradient is added to a sum.
+    Update: parameter and moments are read and written, the gradient is read; of a
+    frozen parameter nothing is. In a micro-batch a weight is cast once, and again where
+    the backward pass repeats it; its gradient is added to a sum.
     """
-    cfg = run.cfg
+    cfg, held = run.cfg, state_bytes(run.cfg)
     width = ITEMSIZE[cfg.model.compute_dtype]
-    first_moment = ITEMSIZE[cfg.optimizer.mu_dtype]
-    update = 2 * (2 * FLOAT32 + first_moment) + FLOAT32
+    trained = held["trained"] / held["params"]
+    moments = FLOAT32 * held["moments"] / held["params"]
+    update = 2 * (FLOAT32 * trained + moments) + FLOAT32 * trained
     cast = FLOAT32 + width if width < FLOAT32 else 0
-    gradient = width + 2 * FLOAT32
+    gradient = trained * (width + 2 * FLOAT32)
     micro_batch = run.cost.num_fetched * cast + gradient
     return update + cfg.train.accumulate_steps * micro_batch
+
+
+def _orthogonal_flops(run: Resolved) -> float:
+    """Return the FLOPs of a device in Muon's five steps of Newton-Schulz, each with two
+    products X X^T or as large, and one of squares. All devices but those along dc share
+    the matrices."""
+    cfg = run.cfg
+    if cfg.optimizer.name != "muon":
+        return 0.0
+    found = count(cfg.network, cfg.optimizer)
+    flops = NEWTON_SCHULZ_STEPS * (2 * found.matrix_flops + found.square_flops)
+    return flops * cfg.mesh.dc / cfg.mesh.num_devices

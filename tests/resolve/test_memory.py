@@ -14,7 +14,7 @@ from moejax.resolve.resolved import resolve
 from tests.support.resolved import aligned_slots
 
 CFG = Config(mesh=Topology(expert=2))
-HELD = {"params": 1000, "moments": 2000}
+HELD = {"params": 1000, "trained": 1000, "moments": 2000}
 
 
 def predict(cfg: Config, held: dict[str, int] = HELD) -> dict[str, int]:

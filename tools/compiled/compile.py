@@ -129,7 +129,7 @@ def _compile(cfg, target, sizes, folder) -> CompiledStep:
     stats = compiled.memory_analysis()
     state = abstract_state(run, context.optimizer, context.layout.store)
     attention = run.kernels["attention"].value
-    held = bytes_per_device(state)
+    held = bytes_per_device(state, cfg.optimizer)
     workspace = workspace_bytes(attention_arrays(cfg)) if attention == "cudnn" else 0
     return CompiledStep(
         run=run,

@@ -15,7 +15,7 @@ has. Those of format 1 do not name their format."""
 
 FIXED_FIELDS = {
     **names_by_part(),
-    "optimizer": {"mu_dtype"},
+    "optimizer": {"name", "mu_dtype", "frozen"},
     "train": {"seed"},
 }
 """Fields that decide which function the parameters define, and the dtypes of the state.

@@ -12,6 +12,7 @@ import optax
 from flax import nnx, struct
 
 from moejax import axes
+from moejax.config import Optimizer
 from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
@@ -20,6 +21,7 @@ from moejax.moe.weights.slots import track_experts
 from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved
 from train.step import expert_params
+from train.step.optimizer import trained
 
 
 @struct.dataclass
@@ -33,7 +35,7 @@ class TrainState:
     router_bias: Any
     """Biases that Router.bias_rate moves; no gradient reaches them."""
     opt_state: optax.OptState
-    """State of the optimizer, with the moments of all parameters."""
+    """State of the optimizer, with the moments of all parameters that train."""
     key: jax.Array
     """Data of the random key from which each step's key is folded."""
     skipped_in_a_row: jax.Array
@@ -104,27 +106,18 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
     requires.
     """
     shapes = jax.eval_shape(lambda: with_tracked(_make_state(run, optimizer), run))
-    _, params, _ = nnx.split(_abstract_model(run), nnx.Param, RouterBias)
-    mesh, mesh_layout = run.mesh, run.owning_on_mesh
-    param_shardings = nnx.to_pure_dict(
-        nnx.map_state(
-            lambda path, variable: param_sharding(
-                variable, mesh, mesh_layout, path[0] in ("prefix", "cycles"), store
-            ),
-            params,
-        )
-    )
-    whole = axes.sharding(mesh)
+    whole, of_params = axes.sharding(run.mesh), param_shardings(run, store)
     shardings = TrainState(
         step=whole,
-        params=param_shardings,
+        params=of_params,
         router_bias=jax.tree.map(lambda _: whole, shapes.router_bias),
         opt_state=optax.tree.map_params(
             optimizer,
-            lambda _, sharding: sharding,
+            lambda leaf, sharding: leaf if _is_masked(leaf) else sharding,
             shapes.opt_state,
-            param_shardings,
+            trained(of_params, run.cfg.optimizer),
             transform_non_params=lambda _: whole,
+            is_leaf=_is_masked,
         ),
         key=whole,
         skipped_in_a_row=whole,
@@ -137,6 +130,25 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
         shapes,
         shardings,
     )
+
+
+def param_shardings(run: Resolved, store: Store = "owned"):
+    """Return the shardings in which the parameters rest, frozen ones too."""
+    _, params, _ = nnx.split(_abstract_model(run), nnx.Param, RouterBias)
+    mesh, mesh_layout = run.mesh, run.owning_on_mesh
+    return nnx.to_pure_dict(
+        nnx.map_state(
+            lambda path, variable: param_sharding(
+                variable, mesh, mesh_layout, path[0] in ("prefix", "cycles"), store
+            ),
+            params,
+        )
+    )
+
+
+def _is_masked(leaf) -> bool:
+    """Return whether a leaf stands for a parameter of another optimizer."""
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def with_tracked(state: TrainState, run: Resolved) -> TrainState:
@@ -174,8 +186,9 @@ def _tracked_sharding(run: Resolved) -> jax.sharding.NamedSharding:
     return axes.sharding(run.mesh_layout.mesh, *(dim or None for dim in dims))
 
 
-def bytes_per_device(state: TrainState) -> dict[str, int]:
-    """Return the bytes that one device holds of each kind of the state's arrays."""
+def bytes_per_device(state: TrainState, optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes that one device holds of each kind of the state's arrays;
+    'trained' are those of parameters that are not frozen."""
 
     def num_bytes(tree) -> int:
         return sum(
@@ -184,6 +197,7 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
         )
 
     trees = {"params": state.params, "moments": state.opt_state}
+    trees["trained"] = trained(state.params, optimizer)
     if state.tracked is not None:
         trees["tracked"] = state.tracked
     return {name: num_bytes(tree) for name, tree in trees.items()}
@@ -207,7 +221,7 @@ def _make_state(run: Resolved, optimizer) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         params=params,
         router_bias=nnx.to_pure_dict(router_bias),
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained(params, run.cfg.optimizer)),
         key=jax.random.key_data(jax.random.key(run.cfg.train.seed)),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )

@@ -21,8 +21,14 @@ from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
 from train.step.gradient_target import gradient_target
 from train.step.loss import cross_entropy
-from train.step.optimizer import learning_rate
-from train.step.state import TrainState, abstract_state, model_graph, with_tracked
+from train.step.optimizer import learning_rate, trained, with_frozen
+from train.step.state import (
+    TrainState,
+    abstract_state,
+    model_graph,
+    param_shardings,
+    with_tracked,
+)
 
 
 @struct.dataclass
@@ -235,7 +241,7 @@ def micro_batch_loss(
 
 @jax.named_scope("optimizer")
 def _update(context: StepContext, state: TrainState, grads, total_a, aux):
-    """Return the state after one AdamW update, and the metrics of the step.
+    """Return the state after one update, and the metrics of the step.
 
     Where the loss or a gradient is not finite, parameters, moments and biases stay as
     they are. The tracked weights of experts that travel compressed follow the
@@ -244,12 +250,19 @@ def _update(context: StepContext, state: TrainState, grads, total_a, aux):
     cfg, nats_a, router_a, stats_a = context.cfg, *aux
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
     stats = _merge_stats(stats_a)
-    updates, opt_state = context.optimizer.update(grads, state.opt_state, state.params)
+    optimizer = optax.with_extra_args_support(context.optimizer)
+    shardings = param_shardings(context.run, context.layout.store)
+    params, shardings = (trained(x, cfg.optimizer) for x in (state.params, shardings))
+    updates, opt_state = optimizer.update(
+        grads, state.opt_state, params, shardings=shardings
+    )
+    params = with_frozen(optax.apply_updates(params, updates), state.params)
     router_bias = state.router_bias
     if rate := cfg.router.bias_rate:  # aux-loss-free balancing
         move = partial(routing.update_bias, tokens_le=stats.tokens_le, rate=rate)
-        router_bias = jax.tree.map(move, router_bias)
-    new = optax.apply_updates(state.params, updates), opt_state, router_bias
+        moved = jax.tree.map(move, trained(router_bias, cfg.optimizer))
+        router_bias = with_frozen(moved, router_bias)
+    new = params, opt_state, router_bias
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     old = (state.params, state.opt_state, state.router_bias)
     params, opt_state, router_bias = jax.tree.map(

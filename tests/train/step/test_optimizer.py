@@ -79,6 +79,25 @@ def test_learning_rate_rises_and_falls(decay):
     assert all(rate(i) <= rate(i - 1) + 1e-6 for i in range(11, 100))
 
 
+def test_wsd_is_constant_and_then_falls_with_a_root():
+    """Until the decay begins the rate is that of 'constant', so that one constant run
+    can end in decays of several lengths."""
+    fields = {"learning_rate": 1.0, "warmup_steps": 10, "final_lr_ratio": 0.1}
+    stable = learning_rate(Optimizer(decay="constant", **fields), 60)
+    for num_steps, share in ((100, 0.4), (80, 0.25), (61, 1 / 61)):
+        rate = learning_rate(
+            Optimizer(decay="wsd", decay_share=share, **fields), num_steps
+        )
+        begin, length = 60, num_steps - 60
+        assert [float(rate(i)) for i in range(61)] == [
+            float(stable(i)) for i in range(61)
+        ]
+        for step in range(begin, num_steps + 5):
+            done = min((step - begin) / length, 1.0)
+            expected = 1.0 - 0.9 * np.sqrt(done)
+            np.testing.assert_allclose(rate(step), expected, rtol=1e-5)
+
+
 def test_a_bfloat16_moment_is_rounded_once_an_update():
     """The moment rests in bfloat16; its average and the update are in float32. optax's
     mu_dtype would multiply by b1 = 0.8984, which is 0.9 in bfloat16."""
