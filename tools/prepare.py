@@ -13,13 +13,16 @@ import pathlib
 import sys
 import time
 
+import numpy as np
+
 # This folder must not be searched, or `import prepare` would find this file.
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from tools.launch.arguments import new_parser
-from train.data.prepared import MANIFEST, prepare
-from train.data.tokenizer import load_tokenizer
+from train.data.conversations import Chat, load_template, shown
+from train.data.prepared import MANIFEST, open_prepared, prepare
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.program import DONE, emit, guarded
 
 
@@ -33,8 +36,16 @@ def main(argv: list[str] | None = None) -> int:
 def work(args: argparse.Namespace) -> int:
     start_sec = time.monotonic()
     separator = int(args.separator) if is_number(args.separator) else args.separator
-    tokenizer = load_tokenizer(args.tokenizer, separator)
-    if not prepare(args.files, args.out, tokenizer, args.text_key):
+    name = args.tokenizer
+    if name is None:
+        name = "bytes" if args.chat is None else str(args.chat / "tokenizer.json")
+    tokenizer = load_tokenizer(name, separator)
+    chat = None
+    if args.chat is not None:
+        if args.window is None:
+            raise ValueError("--chat packs windows: give their --window, Data.seq_len")
+        chat = Chat(load_template(args.chat), args.window, args.long)
+    if not prepare(args.files, args.out, tokenizer, args.text_key, chat=chat):
         raise ValueError(f"'{args.out}' exists: name another folder, or remove it")
     manifest = json.loads((args.out / MANIFEST).read_text())
     wall_sec = time.monotonic() - start_sec
@@ -45,6 +56,8 @@ def work(args: argparse.Namespace) -> int:
         f"{manifest['num_empty']:,} empty; "
         f"{num_bytes / 1e6 / wall_sec:,.1f} MB/s, {wall_sec:,.1f} s"
     )
+    if chat is not None:
+        describe(args, manifest, tokenizer)
     emit(
         {key: value for key, value in manifest.items() if key.startswith("num_")}
         | {
@@ -71,8 +84,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--tokenizer",
-        default="bytes",
-        help="path of a tokenizer.json, or 'bytes' for one token per byte",
+        help="path of a tokenizer.json, or 'bytes' for one token per byte (default:"
+        " bytes; with --chat the folder's)",
+    )
+    add(
+        "--chat",
+        type=lambda text: pathlib.Path(text).expanduser(),
+        metavar="FOLDER",
+        help="read conversations, by the chat template of this published folder",
+    )
+    add(
+        "--window",
+        type=int,
+        help="with --chat: tokens of a window, which holds whole conversations;"
+        " Data.seq_len of the run",
+    )
+    add(
+        "--long",
+        choices=("cut", "skip"),
+        default="cut",
+        help="with --chat: cut the end of conversations longer than a window, or leave"
+        " them out",
+    )
+    add(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --chat: print the first N windows, with the targets in colour, or in"
+        " [[ ]] where there is no terminal",
     )
     add(
         "--separator",
@@ -85,6 +125,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="field of a JSONL record, or column of a parquet file, with the text",
     )
     return parser.parse_args(argv)
+
+
+def describe(args: argparse.Namespace, manifest: dict, tokenizer: Tokenizer) -> None:
+    """Print the counts of conversations, and the first --show windows."""
+    found = manifest["conversations"]
+    share = found["num_targets"] / manifest["num_tokens"]
+    print(
+        f"{found['num_conversations']:,} conversations in windows of "
+        f"{found['window']} tokens, {found['num_cut']:,} cut, "
+        f"{found['num_skipped']:,} left out; {share:.0%} of the tokens are targets"
+    )
+    files, _ = open_prepared(args.out, tokenizer)
+    for number in range(args.show):
+        first = number * found["window"]
+        id_b = files[0].token_b[first : first + found["window"]].astype(np.int32)
+        if len(id_b):
+            print(f"--- window {number}")
+            print(shown(tokenizer, id_b, in_colour=sys.stdout.isatty()))
 
 
 def is_number(text: str | None) -> bool:

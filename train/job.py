@@ -90,7 +90,9 @@ def prepare(cfg: Config, *, is_new: bool = False) -> Job:
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps
     return Job(
         cfg=cfg,
-        model=model._replace(ends=corpus.tokenizer.ends),
+        model=model._replace(
+            ends=corpus.tokenizer.ends, has_targets=corpus.has_targets
+        ),
         corpus=corpus,
         batches=data.TrainBatches(corpus, cfg.data, cfg.train.batch_size),
         held_out=data.HeldOut(corpus, cfg.data, micro, eval_batches),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import EMPTY, ExpertPlan, copy_tables
@@ -25,6 +25,8 @@ class Windows:
 
     token_bt: Int[Array, "b t+1"]
     position_bt: Int[Array, "b t+1"]
+    is_target_bt: Bool[Array, "b t+1"] | None = None
+    """Whether the loss counts each token; None: it counts all."""
 
 
 @struct.dataclass
@@ -43,11 +45,12 @@ class Batch:
         """Return inputs and targets: all tokens but the last, all but the first.
 
         `ends` are the separator and the token that ends a document: the last token of
-        a document predicts that, and not the separator behind it.
+        a document predicts that, and not the separator behind it. Windows with targets
+        of their own hold no separators.
         """
         token_bt, position_bt = windows.token_bt, windows.position_bt
         targets_bt = token_bt[:, 1:]
-        if ends is not None:
+        if ends is not None and windows.is_target_bt is None:
             separator, end = ends
             targets_bt = targets_bt + (end - separator) * (targets_bt == separator)
         return cls(token_bt[:, :-1], targets_bt, position_bt[:, :-1])

@@ -70,6 +70,11 @@ class Corpus:
         return sum(source.held_out.num_tokens for source in self.sources)
 
     @property
+    def has_targets(self) -> bool:
+        """Whether the corpora are conversations, whose targets are marked."""
+        return self.sources[0].train.window is not None
+
+    @property
     def has_bytes(self) -> bool:
         """Whether every token is one byte."""
         return self.tokenizer.name == "bytes"
@@ -97,6 +102,11 @@ def load_corpus(
             source = Source(Path(entry).name, sha256, *streams)
         _check_size(entry, source, cfg)
         sources.append(source)
+    if len({source.train.window is None for source in sources}) > 1:
+        raise ValueError(
+            "Data.corpus names conversations, in which the loss counts the assistant's "
+            "tokens, and texts, in which it counts all: name one kind alone"
+        )
     weights = cfg.weights or tuple(source.train.num_tokens for source in sources)
     total = sum(weights)
     return Corpus(tuple(sources), tuple(w / total for w in weights), tokenizer)
@@ -128,7 +138,7 @@ def byte_sample(corpus: Corpus, limit: int) -> np.ndarray | None:
     The corpora contribute in proportion to their weights. A corpus smaller than its
     share contributes everything, a larger one evenly spaced parts.
     """
-    if not corpus.has_bytes:
+    if not corpus.has_bytes or corpus.has_targets:
         return None
     parts = []
     for source, share in zip(corpus.sources, apportion(corpus.weights, limit).tolist()):
@@ -222,6 +232,19 @@ def _open_pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
 
 def _check_size(entry: str, source: Source, cfg: Data) -> None:
     num_train, num_held_out = source.train.num_tokens, source.held_out.num_tokens
+    if (window := source.train.window) is not None:
+        if window != cfg.seq_len or cfg.documents != "separate":
+            raise ValueError(
+                f"Data.corpus='{entry}' has whole conversations in windows of {window} "
+                f"tokens: set Data.seq_len = {window} (it is {cfg.seq_len}) and "
+                f"Data.documents = 'separate' (it is {cfg.documents!r})"
+            )
+        if not num_train:
+            raise ValueError(
+                f"Data.corpus='{entry}' has one window of conversations, and one is "
+                "held out: give more conversations"
+            )
+        return
     if min(num_train, num_held_out) <= cfg.seq_len:
         raise ValueError(
             f"Data.corpus='{entry}' has {num_train} tokens to train on and "

@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from train.messages import one_line
 
@@ -111,7 +111,7 @@ def read(path: Path, text_key: str, forbidden: str | None) -> Iterator[TextPart]
                 )
             if forbidden is not None and forbidden in part.text:
                 reason = f"the text holds {forbidden!r}, which separates documents"
-                raise _record_error(place, reason)
+                raise record_error(place, reason)
             yield part
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
@@ -119,6 +119,63 @@ def read(path: Path, text_key: str, forbidden: str | None) -> Iterator[TextPart]
         ) from error
     except OSError as error:
         raise unreadable_error(path, error) from error
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Yield the place of each line of JSONL or row of parquet, what it holds, and the
+    bytes of the file that have been read so far.
+
+    Raises a ValueError of one line for a file that cannot be read to its end, and for a
+    record that is not JSON.
+    """
+    kind, size = _file_format(path), path.stat().st_size
+    if kind == "text":
+        raise ValueError(
+            f"'{path}' holds no records: give conversations as .jsonl or .parquet"
+        )
+    try:
+        if kind == "parquet":
+            yield from _read_row_records(path, size)
+        else:
+            for place, line, num_bytes in _lines(path):
+                yield place, _parse_json(place, line), num_bytes
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"'{path}' has damaged gzip data: {one_line(error, 120)}: restore the file"
+        ) from error
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def _read_row_records(path: Path, size: int) -> Iterator[tuple[str, Any, int]]:
+    import pyarrow as pa  # not at the top: the import takes half a second
+    from pyarrow import parquet
+
+    damage = (pa.ArrowException, OSError, ValueError, OverflowError)
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            names = [n for n in file.schema_arrow.names if n in OF_CONVERSATIONS]
+            row, num_rows = 0, file.metadata.num_rows
+            for batch in file.iter_batches(_BATCH_ROWS, columns=names):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield (
+                        f"{path}:{row}",
+                        _without_nulls(record),
+                        size * row // num_rows,
+                    )
+    except damage as error:
+        raise _parquet_error(path, "", error) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null: a column of parquet gives all
+    turns the fields of any."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
@@ -178,12 +235,20 @@ def _read_text(path: Path) -> Iterator[tuple[str, TextPart]]:
         try:
             yield from _parts(str(path), decoded(), raw.tell)
         except UnicodeDecodeError as error:
-            raise _record_error(str(path), _BROKEN.format(error.reason)) from error
+            raise record_error(str(path), _BROKEN.format(error.reason)) from error
 
 
 def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
     """Yield the place and the parts of the documents of a JSONL file. Blank lines are
     left out."""
+    for place, line, num_bytes in _lines(path):
+        text = _parse_line(place, line, text_key)
+        yield from _parts(place, [text], lambda num_bytes=num_bytes: num_bytes)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield the place of each line that is not blank, the line, and the bytes of the
+    file that have been read so far."""
     raw, file = _open(path)
     with raw:
         number = 0
@@ -191,48 +256,52 @@ def _read_lines(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
             number += 1
             place = f"{path}:{number}"
             if len(line) > MAX_RECORD_BYTES:
-                raise _record_error(place, _TOO_LONG)
+                raise record_error(place, _TOO_LONG)
             if not line.isspace():
-                text = _parse_line(place, line, text_key)
-                yield from _parts(place, [text], raw.tell)
+                yield place, line, raw.tell()
+
+
+def _parse_json(place: str, line: bytes) -> Any:
+    """Return what a line of JSON holds. Raises ValueError if it is none."""
+    try:
+        return json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        raise record_error(place, _BROKEN.format(error.reason)) from error
+    except (ValueError, RecursionError) as error:
+        raise record_error(place, f"not JSON: {error}") from error
 
 
 def _parse_line(place: str, line: bytes, text_key: str) -> str:
     """Return the text in a line of JSON. Raises ValueError if it has none."""
-    try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except UnicodeDecodeError as error:
-        raise _record_error(place, _BROKEN.format(error.reason)) from error
-    except (ValueError, RecursionError) as error:
-        raise _record_error(place, f"not JSON: {error}") from error
+    record = _parse_json(place, line)
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise _record_error(place, f"the line is a {kind}, not an object")
+        raise record_error(place, f"the line is a {kind}, not an object")
     if text_key not in record:
         fields = one_line(", ".join(sorted(record)[:5]), 80) or "none"
         reason = f"no field '{text_key}' among {fields}"
-        raise _record_error(place, reason, _advice(record))
+        raise record_error(place, reason, _advice(record))
     text = record[text_key]
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise _record_error(place, f"field '{text_key}' is a {kind}, not a string")
+        raise record_error(place, f"field '{text_key}' is a {kind}, not a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         reason = f"field '{text_key}' is not valid text: {error.reason}"
-        raise _record_error(place, reason) from error
+        raise record_error(place, reason) from error
     return text
 
 
 def _advice(names: Iterable[str]) -> str:
     """Return what to do with records of these fields, among which is no text."""
     names = set(names)
-    if (found := names & _OF_CONVERSATIONS) and "text" not in names:
+    if (found := names & OF_CONVERSATIONS) and "text" not in names:
         return (
-            f"{', '.join(sorted(found))} hold conversations or pairs, which are not "
-            "read: write each as one text (apply_chat_template(.., tokenize=False) of "
-            "its tokenizer in transformers does), or name the field of the text by "
-            "Data.text_key, in tools/prepare.py --text_key"
+            f"{', '.join(sorted(found))} hold conversations: prepare them with the "
+            "chat template of a model's folder (tools/prepare.py --chat FOLDER), or "
+            "name the field of the text by Data.text_key, in tools/prepare.py "
+            "--text_key"
         )
     return "name the one with the text by Data.text_key, in tools/prepare.py --text_key"
 
@@ -278,15 +347,13 @@ def _read_rows(path: Path, text_key: str) -> Iterator[tuple[str, TextPart]]:
                 try:
                     text = scalar.as_py()
                 except UnicodeDecodeError as error:
-                    raise _record_error(
-                        place, _BROKEN.format("in the value")
-                    ) from error
+                    raise record_error(place, _BROKEN.format("in the value")) from error
                 except damage as error:
                     raise _parquet_error(path, f" in row {row}", error) from error
                 if text is None:
-                    raise _record_error(place, "the text is null")
+                    raise record_error(place, "the text is null")
                 if len(text) > MAX_RECORD_BYTES:
-                    raise _record_error(place, _TOO_LONG)
+                    raise record_error(place, _TOO_LONG)
                 yield from _parts(place, [text], lambda row=row: size * row // num_rows)
 
 
@@ -303,12 +370,12 @@ def _parts(
 
 
 _BROKEN = "broken UTF-8 ({}; of another encoding: iconv -f latin1 -t utf-8)"
-_OF_CONVERSATIONS = {"messages", "conversations", "prompt", "completion"}
+OF_CONVERSATIONS = {"messages", "prompt", "completion", "tools"}
 """Fields of records that are conversations."""
 _TOO_LONG = f"it is longer than {MAX_RECORD_BYTES // 2**20} MiB"
 
 
-def _record_error(
+def record_error(
     place: str, reason: str, advice: str = "correct or remove it"
 ) -> ValueError:
     return ValueError(f"'{place}' is not a document: {one_line(reason, 400)}: {advice}")

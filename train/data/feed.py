@@ -7,32 +7,34 @@ from moejax.moe.types import Windows
 
 
 def feed(source, index: int, batch_size: int, micro_batches: int, sharding) -> Windows:
-    """Put batch `index` of `source` on the mesh: leaves int32 [micro-batch, b, t + 1].
+    """Put batch `index` of `source` on the mesh: leaves [micro-batch, b, t + 1].
 
     Micro-batch i holds rows i*b .. (i+1)*b - 1 of the batch on every mesh.
     """
     rows = batch_size // micro_batches
-    width = source.rows(index, 0, 1).token_bt.shape[1]
+    first = source.rows(index, 0, 1)
+    width = first.token_bt.shape[1]
+    names = [name for name, part in vars(first).items() if part is not None]
     cache: dict[tuple[int, int, int], Windows] = {}
 
     def read_part(name: str, where: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = where[1].indices(rows)
+        low, high, _ = where[1].indices(rows)
         parts = []
         for i in range(*where[0].indices(micro_batches)):
-            key = (i, first, last)
+            key = (i, low, high)
             if key not in cache:
-                cache[key] = source.rows(index, i * rows + first, i * rows + last)
+                cache[key] = source.rows(index, i * rows + low, i * rows + high)
             parts.append(getattr(cache[key], name))
         return np.stack(parts)
 
     shape = (micro_batches, rows, width)
     return Windows(
-        *(
-            jax.make_array_from_callback(
+        **{
+            name: jax.make_array_from_callback(
                 shape, sharding, lambda where, name=name: read_part(name, where)
             )
-            for name in ("token_bt", "position_bt")
-        )
+            for name in names
+        }
     )
 
 

@@ -10,12 +10,14 @@ depend on the texts and the tokenizer alone.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from train.data.conversations import Chat, read_windows
 from train.data.documents import TextPart, expand, read, unreadable_error
 from train.data.long_text import UndividedError
 from train.data.shards import ShardWriter, TokenFile, open_shard
@@ -31,6 +34,8 @@ from train.files import path_named, sync_folder
 from train.messages import one_line
 
 FORMAT = "moejax tokens 1"
+CHAT_FORMAT = "moejax conversations 1"
+"""Format of a folder of conversations, whose ids have marks (conversations.py)."""
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 2**29
 SHARD_DOCUMENTS = 2**22
@@ -49,8 +54,10 @@ def prepare(
     tokenizer: Tokenizer,
     text_key: str = "text",
     say: Callable[[str], None] = print,
+    chat: Chat | None = None,
 ) -> bool:
-    """Tokenize the documents of files and globs into the folder `out`.
+    """Tokenize the documents of files and globs, or with `chat` the conversations, into
+    the folder `out`.
 
     Returns False, and does nothing, if `out` exists. A process that finds another one
     writing `out` waits for it. `say` prints progress. Raises ValueError for a problem
@@ -69,7 +76,7 @@ def prepare(
         folder.mkdir()
         try:
             with path_named(folder):
-                manifest = _write_shards(paths, folder, tokenizer, text_key, say)
+                manifest = _write_shards(paths, folder, tokenizer, text_key, say, chat)
                 with (folder / MANIFEST).open("x") as file:
                     file.write(json.dumps(manifest, indent=1) + "\n")
                     file.flush()
@@ -128,8 +135,11 @@ def open_prepared(
     path = folder / MANIFEST
     try:
         record = json.loads(path.read_bytes())
-        if record["format"] != FORMAT:
+        if record["format"] not in (FORMAT, CHAT_FORMAT):
             raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
+        window = None
+        if record["format"] == CHAT_FORMAT:
+            window = int(record["conversations"]["window"])
         name, sha256 = record["tokenizer"]["name"], record["tokenizer"]["sha256"]
         separator = record["separator"]
         shards = {str(s["file"]): str(s["sha256"]) for s in record["shards"]}
@@ -159,7 +169,14 @@ def open_prepared(
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, "computes checksums") as pool:
         bins = [folder / shard for shard in shards]
-        return list(pool.map(open_shard, bins, shards.values())), list(shards.values())
+        files = list(pool.map(open_shard, bins, shards.values()))
+    for file, name in zip(files, shards):
+        if window and len(file.token_b) % window:
+            raise ValueError(
+                f"'{folder / name}' has no whole windows of {window} tokens"
+            )
+    files = [dataclasses.replace(file, window=window) for file in files]
+    return files, list(shards.values())
 
 
 def file_stamp(path: Path) -> tuple[str, int, int, int]:
@@ -177,13 +194,16 @@ def _write_shards(
     tokenizer: Tokenizer,
     text_key: str,
     say: Callable[[str], None],
+    chat: Chat | None,
 ) -> dict[str, Any]:
-    """Write the documents of all files as shards, and return the manifest.
+    """Write the documents or conversations of all files as shards, and return the
+    manifest.
 
     After a shard has reached SHARD_TOKENS or SHARD_DOCUMENTS, the next batch that
     begins with a document opens a new shard.
     """
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
+    is_small = tokenizer.vocab_size <= 2**16 and chat is None
+    dtype, counts = np.dtype(np.uint16 if is_small else np.int32), Counter()
     stamps = [file_stamp(path) for path in paths]
     total_bytes = sum(size for _, size, _, _ in stamps)
     say(f"tokenizing {len(paths)} files, {total_bytes / 1e6:,.1f} MB, into {folder}")
@@ -198,10 +218,17 @@ def _write_shards(
 
         writer = next_writer()
         for path, stamp in zip(paths, stamps):
-            parts = read(path, text_key, tokenizer.forbidden)
-            for encoded in _encode(path, parts, tokenizer):
+            if chat is None:
+                parts = read(path, text_key, tokenizer.forbidden)
+                pieces = _encode(path, parts, tokenizer)
+            else:
+                pieces = read_windows(path, chat, tokenizer)
+            for encoded in pieces:
                 token_b, start_d = encoded.token_b, encoded.start_d
-                num_empty += encoded.num_empty
+                if chat is None:
+                    num_empty += encoded.num_empty
+                else:
+                    counts.update(encoded.counts)
                 is_full = (
                     writer.num_tokens >= SHARD_TOKENS
                     or writer.num_documents >= SHARD_DOCUMENTS
@@ -223,12 +250,25 @@ def _write_shards(
                 raise ValueError(f"'{path}' changed while it was read: try again")
             done_bytes += stamp[1]
         if not num_documents:
-            raise ValueError(
-                f"the files hold no text ({num_empty} empty documents): check the files"
-            )
+            why = f"no text ({num_empty} empty documents)"
+            if chat is not None:
+                left_out = counts["num_skipped"]
+                why = f"no conversation for a window ({left_out} are too long)"
+            raise ValueError(f"the files hold {why}: check the files")
         shards.append(writer.finish())
+    conversations = {}
+    if chat is not None:
+        names = "num_conversations", "num_targets", "num_cut", "num_skipped"
+        source = chat.template.source.encode()
+        conversations["conversations"] = {
+            "window": chat.window,
+            "long": chat.long,
+            "template_sha256": hashlib.sha256(source).hexdigest(),
+            **{name: counts[name] for name in names},
+        }
     return {
-        "format": FORMAT,
+        "format": FORMAT if chat is None else CHAT_FORMAT,
+        **conversations,
         "tokenizer": {
             "name": tokenizer.name,
             "sha256": tokenizer.sha256,

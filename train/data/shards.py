@@ -26,6 +26,8 @@ import numpy as np
 DTYPES = {4: "int32", 8: "uint16"}
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
+MARK = 2**30
+"""Added to the id of a token that is a target, in shards of conversations."""
 _MAX_SEQUENCE = 2**31 - 1
 
 
@@ -37,6 +39,9 @@ class TokenFile:
     """All ids, in the dtype of the file."""
     start_d: np.ndarray
     """Indices at which documents start, ascending, from 0. No document is empty."""
+    window: int | None = None
+    """Number of tokens of the windows in which whole conversations lie, whose targets
+    are marked (train/data/conversations.py); None: text."""
 
 
 def open_shard(path: Path, sha256: str) -> TokenFile:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.data.shards import TokenFile
+from train.data.shards import MARK, TokenFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,11 @@ class TokenStream:
     """Edges of the runs: int64 [runs + 1], from 0 to the number of tokens."""
     start_d: np.ndarray
     """Indices of the tokens that start a document: int64, ascending."""
+
+    @property
+    def window(self) -> int | None:
+        """Number of tokens of windows of whole conversations; None for text."""
+        return self.files[0].window
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +61,16 @@ def split_held_out(
     """Split the documents into a training stream and a held-out stream.
 
     Hold out every `held_out_every`-th document. Files with fewer documents in all give
-    up the last 1/held_out_every of their tokens.
+    up the last 1/held_out_every of their tokens. Of conversations whole windows are
+    held out in the same way, one at least.
     """
+    if window := files[0].window:
+        window_d = np.concatenate(_windows_of_documents(files, window))
+        number = window_d[-1] + 1
+        is_held_out_d = window_d % held_out_every == held_out_every - 1
+        if number < held_out_every:
+            is_held_out_d = window_d == number - 1
+        return _select(files, ~is_held_out_d), _select(files, is_held_out_d)
     num_documents = sum(file.start_d.size for file in files)
     if num_documents < held_out_every:
         total = sum(file.token_b.size for file in files)
@@ -69,8 +82,28 @@ def split_held_out(
     return _select(files, ~is_held_out_d), _select(files, is_held_out_d)
 
 
+def _windows_of_documents(files: Sequence[TokenFile], window: int) -> list[np.ndarray]:
+    """Return the number of the window of each document, counted over all files."""
+    found, first = [], 0
+    for file in files:
+        found.append(first + file.start_d // window)
+        first += len(file.token_b) // window
+    return found
+
+
 def read_tokens(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
     """Return the `width` tokens that begin at each start: int32 [w, width]."""
+    return _read_ids(stream, start_w, width) & (MARK - 1)
+
+
+def read_targets(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
+    """Return whether each token that read_tokens returns is a target: bool
+    [w, width]."""
+    return _read_ids(stream, start_w, width) >= MARK
+
+
+def _read_ids(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
+    """Return tokens with their marks."""
     start_w = np.asarray(start_w, np.int64)
     _check_bounds(stream, start_w, width)
     token_wb = np.empty((start_w.size, width), np.int32)

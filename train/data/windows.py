@@ -18,7 +18,12 @@ from moejax.config import Data
 from train.data.corpus import Corpus
 from train.data.mixture import apportion, find_row, make_mixture
 from train.data.permutation import permute
-from train.data.token_streams import TokenStream, read_positions, read_tokens
+from train.data.token_streams import (
+    TokenStream,
+    read_positions,
+    read_targets,
+    read_tokens,
+)
 
 if TYPE_CHECKING:
     from moejax.moe.types import Windows
@@ -38,7 +43,7 @@ class TrainBatches:
         self._streams = [source.train for source in corpus.sources]
         self._mixture = make_mixture(corpus.weights)
         self._epochs = [
-            _Epochs(stream.num_tokens, cfg.seq_len, _seed(cfg.seed, i))
+            _Epochs(stream, cfg.seq_len, _seed(cfg.seed, i))
             for i, stream in enumerate(self._streams)
         ]
 
@@ -86,7 +91,8 @@ class HeldOut:
         total = num_batches * batch_size
         share_c = apportion(corpus.weights, total)
         for source, share in zip(corpus.sources, share_c.tolist()):
-            available = source.held_out.num_tokens // (cfg.seq_len + 1)
+            stream = source.held_out
+            available = stream.num_tokens // (stream.window or cfg.seq_len + 1)
             if available < share:
                 raise ValueError(
                     f"Train.eval_batches={num_batches} of Train.batch_size="
@@ -105,21 +111,25 @@ class HeldOut:
         rows = range(first + start, first + stop)
         items = [find_row(self._mixture, row) for row in rows]
         # Starts are at least num_tokens // share apart, so the windows are disjoint.
-        starts = [
-            item * self._streams[c].num_tokens // int(self._mixture.share_c[c])
-            for c, item in items
-        ]
+        starts = []
+        for c, item in items:
+            unit = self._streams[c].window or 1  # of whole conversations
+            number, share = self._streams[c].num_tokens // unit, self._mixture.share_c
+            starts.append(item * number // int(share[c]) * unit)
         return _read(self._streams, [c for c, _ in items], starts, self._cfg)
 
 
 class _Epochs:
     """Windows of one corpus, shuffled anew in each epoch."""
 
-    def __init__(self, num_tokens: int, seq_len: int, seed: int) -> None:
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         self._seq_len, self._seed = seq_len, seed
+        num_tokens = stream.num_tokens
         # One window fewer than fits leaves at least seq_len tokens for the phase.
         self.num_windows = max(1, (num_tokens - 1) // seq_len - 1)
         self._num_phases = num_tokens - self.num_windows * seq_len
+        if stream.window is not None:  # windows of whole conversations stay as they are
+            self.num_windows, self._num_phases = num_tokens // seq_len, 1
         (self._order_seed,) = np.random.SeedSequence((seed, 1)).generate_state(1)
 
     def window(self, item: int) -> tuple[int, int]:
@@ -156,10 +166,18 @@ def _read(
     position_bt = np.empty(shape, np.int32)
     position_bt[:] = np.arange(shape[1], dtype=np.int32)
     corpus_b, start_b = np.array(corpora, int), np.array(starts, np.int64)
+    # The token behind a window of whole conversations begins another one: it is no
+    # target, whatever it is, and the last window has none.
+    has_targets = streams[0].window is not None
+    is_target_bt = np.zeros(shape, bool) if has_targets else None
+    width = shape[1] - has_targets
     for corpus in set(corpora):
         (row_w,) = np.nonzero(corpus_b == corpus)
-        args = (streams[corpus], start_b[row_w], shape[1])
-        token_bt[row_w] = read_tokens(*args)
+        args = (streams[corpus], start_b[row_w], width)
+        token_bt[row_w, :width] = read_tokens(*args)
         if cfg.documents == "separate":
-            position_bt[row_w] = read_positions(*args)
-    return Windows(token_bt, position_bt)
+            position_bt[row_w, :width] = read_positions(*args)
+        if has_targets:
+            is_target_bt[row_w, :width] = read_targets(*args)
+            token_bt[row_w, width:] = position_bt[row_w, width:] = 0
+    return Windows(token_bt, position_bt, is_target_bt)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from train.data import HeldOut
@@ -17,20 +18,32 @@ class Evaluation:
     """Result of an evaluation on the held-out windows."""
 
     loss: float
-    """Mean loss in nats per token."""
+    """Mean loss in nats per token, or per target where windows have these."""
     tokens_le: np.ndarray
     """Number of tokens of each expert in each MoE layer."""
 
 
 def evaluate(step, state, placement, held_out: HeldOut, sharding) -> Evaluation:
     """Evaluate all held-out batches; read the results from the devices at the end."""
-    reports = []
+    reports, counts = [], []
     for index in range(held_out.num_batches):
         windows = feed(held_out, index, held_out.batch_size, 1, sharding)
         reports.append(step(state.params, state.router_bias, placement, windows))
+        if windows.is_target_bt is not None:
+            counts.append(_count_targets(windows.is_target_bt))
     nats_i, stats_i = zip(*jax.device_get(reports), strict=True)
     tokens_le = np.sum([stats.tokens_le for stats in stats_i], axis=0)
+    if counts:
+        weights = np.array(jax.device_get(counts))
+        loss = np.sum(weights * nats_i) / max(1, np.sum(weights))
+        return Evaluation(float(loss), tokens_le)
     return Evaluation(float(np.mean(nats_i)), tokens_le)
+
+
+@jax.jit
+def _count_targets(is_target_abt):
+    """Return the number of targets of a batch of windows."""
+    return jnp.sum(is_target_abt[..., 1:])
 
 
 def format_expert_loads(tokens_le: np.ndarray) -> list[str]:

@@ -16,6 +16,8 @@ RAMP = " .:-=+*#%@"
 MAX_COLUMNS = 48
 MAX_NUMBER = 1e100
 """Largest value of a metric that is believed: sums of such numbers are finite."""
+MAX_STEP = 10**7
+"""Largest step of an adoption that is believed."""
 MIN_STEPS = 5
 """Fewest steps before the first change with which the later ones are compared. The
 first two of a run are not among them."""
@@ -28,7 +30,7 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     devices, in the worst layer. With a balancer the same ratio stands beside it for the
     home placement under the same loads.
     """
-    ratios, home_ratios, kinds, adopted = {}, {}, {}, set()
+    ratios, home_ratios, kinds, adopted, compiling = {}, {}, {}, set(), set()
     msec, modelled_msec = {}, {}
     savings_msec, dropped_shares, std_ratios = [], [], []
     for record in read_records(path):
@@ -36,6 +38,8 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
             step, kind = decision.get("adopt_step"), decision.get("kind")
             if type(step) is int and kind in ("swap", "relayout"):
                 kinds[step] = kind
+                if kind == "relayout" and type(decision.get("step")) is int:
+                    compiling.update(range(decision["step"] + 1, min(step, MAX_STEP)))
         if not (ratio_l := _numbers(record.get("device_max_over_mean"))):
             continue
         step = record["step"]
@@ -68,17 +72,20 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
         "num_swaps": changes.count("swap"),
         "num_relayouts": changes.count("relayout"),
         "modelled_saving_msec": float(np.mean(savings_msec)) if savings_msec else None,
-        "measured": _measure(msec, adopted),
+        "measured": _measure(msec, adopted, compiling),
     }
 
 
-def _measure(msec: dict[int, float], adopted: set[int]) -> dict | None:
+def _measure(
+    msec: dict[int, float], adopted: set[int], compiling: set[int]
+) -> dict | None:
     """Return what steps took before and after the first adoption, in the median, and
     what the later ones saved in all, waits and adoptions counted; None where too few
-    came before it."""
+    came before it. Steps beside which a layout compiled are no measure."""
     if not adopted:
         return None
-    before = [msec[step] for step in sorted(msec) if step < min(adopted)][2:]
+    early = sorted(step for step in msec if step < min(adopted))[2:]
+    before = [msec[step] for step in early if step not in compiling]
     after = [msec[step] for step in msec if step >= min(adopted)]
     if len(before) < MIN_STEPS or not after:
         return None

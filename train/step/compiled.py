@@ -149,7 +149,10 @@ def _abstract_args(context: StepContext):
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
     state = abstract_state(context.run, context.optimizer, context.layout.store)
-    args = state, placement, Windows(token_bt=leaf, position_bt=leaf)
+    is_target = None
+    if context.has_targets:
+        is_target = jax.ShapeDtypeStruct(shape, bool, sharding=leaf.sharding)
+    args = state, placement, Windows(leaf, leaf, is_target)
     if context.layout.overflow != "redo":
         return args
     return *args, jax.ShapeDtypeStruct((), np.int32, sharding=whole)

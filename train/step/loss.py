@@ -37,14 +37,17 @@ def cross_entropy(
     mesh: Mesh,
     chunk: int,
     z_loss: float = 0.0,
+    weight_bt: Float[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the mean loss per token, and the nats per token in it.
 
     The loss is nats and `z_loss` times the mean of logsumexp(logits)^2, PaLM's z-loss.
-    It has a gradient, and the nats have none. The other arguments are those of
-    `token_nats`.
+    It has a gradient, and the nats have none. `weight_bt` are the weights of the tokens
+    in the means, which become sums; None: all tokens have the same. The other arguments
+    are those of `token_nats`.
     """
-    loss, nats = _mean_loss(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss)
+    args = hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk, z_loss
+    loss, nats = _mean_loss(*args)
     return loss, jax.lax.stop_gradient(nats)
 
 
@@ -62,59 +65,63 @@ def token_nats(
     t / chunk equal parts, one after the other; `chunk` divides t, or exceeds it.
     """
     arrays = jax.lax.stop_gradient((hidden_btd, head_vd))
-    return _token_losses(*arrays, targets_bt, mesh, chunk)[0]
+    return _token_losses(*arrays, targets_bt, None, mesh, chunk)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _mean_loss(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _mean_loss(hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk, z_loss):
     """Return the mean loss and the mean nats per token."""
-    losses = _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk)
-    return _means(*losses, z_loss)
+    losses = _token_losses(hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk)
+    return _means(*losses, weight_bt, z_loss)
 
 
-def _mean_loss_forward(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss):
+def _mean_loss_forward(hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk, z_loss):
     """Return the means, and the gradients of the loss."""
-    args = hidden_btd, head_vd, targets_bt, mesh, chunk
+    args = hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk
     *losses, d_hidden_btd, d_head_vd = _token_losses(*args, z_loss)
     d_head_vd = d_head_vd[: head_vd.shape[0]].astype(head_vd.dtype)
-    return _means(*losses, z_loss), (d_hidden_btd, d_head_vd)
+    return _means(*losses, weight_bt, z_loss), (d_hidden_btd, d_head_vd)
 
 
 def _mean_loss_backward(mesh, chunk, z_loss, grads, d_means):
     d_loss, _ = d_means
-    return *((grad * d_loss).astype(grad.dtype) for grad in grads), None
+    return *((grad * d_loss).astype(grad.dtype) for grad in grads), None, None
 
 
 _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 
-def _means(nats_bt, square_bt, z_loss):
-    nats = jnp.mean(nats_bt)
-    return nats + z_loss * jnp.mean(square_bt), nats
+def _means(nats_bt, square_bt, weight_bt, z_loss):
+    mean = jnp.mean
+    if weight_bt is not None:
+        mean = lambda x_bt: jnp.sum(weight_bt * x_bt)  # noqa: E731
+    nats = mean(nats_bt)
+    return nats + z_loss * mean(square_bt), nats
 
 
 @jax.named_scope("loss")
-def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
+def _token_losses(hidden_btd, head_vd, targets_bt, weight_bt, mesh, chunk, z_loss=None):
     """Return nats and logsumexp(logits)^2 of each token [b, t].
 
     If `z_loss` is not None, return also the gradients of the mean loss by hidden_btd
-    and by the padded head.
+    and by the padded head, in which each token has its weight.
     """
     slices = Slices(mesh, head_vd.shape[0])
     b, t, d = hidden_btd.shape
     num_chunks = t // min(chunk, t)
 
-    def body(block_vd, hidden_btd, targets_bt):
+    def body(block_vd, hidden_btd, targets_bt, *weights):
         slice_vd = slices.gather(block_vd, hidden_btd.dtype)
         of_chunk = partial(_chunk, slice_vd, slices.is_real(), z_loss, b * t)
         row_cm = slices.row_of(gather_group(targets_bt.reshape(num_chunks, -1), 1))
+        weights = [gather_group(x_bt.reshape(num_chunks, -1), 1) for x_bt in weights]
         hidden_cnd = hidden_btd.reshape(num_chunks, -1, d)
 
         def next_chunk(carry, args):
             # While a chunk is computed, the next one's hidden states travel, and the
             # gradient of those of the one before.
-            (hidden_md, *grads), (next_nd, row_m) = carry, args
-            losses, new_grads = of_chunk(hidden_md, row_m)
+            (hidden_md, *grads), (next_nd, *of_rows) = carry, args
+            losses, new_grads = of_chunk(hidden_md, *of_rows)
             home = ()
             if z_loss is not None:
                 (sum_vd, last_md), (d_slice_vd, d_hidden_md) = grads, new_grads
@@ -131,7 +138,7 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
         (_, *grads), (losses, home) = jax.lax.scan(
             next_chunk,
             (hidden_md, *jax.lax.pcast(zeros, AXES, to="varying")),
-            (jnp.roll(hidden_cnd, -1, axis=0), row_cm),
+            (jnp.roll(hidden_cnd, -1, axis=0), row_cm, *weights),
             unroll=num_chunks == 1,
         )
         losses = [x_cn.reshape(targets_bt.shape) for x_cn in losses]
@@ -142,17 +149,18 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
         d_hidden_btd = d_hidden_cnd.reshape(hidden_btd.shape)
         return *losses, d_hidden_btd, slices.sum_gradient(d_slice_vd)
 
+    weights = () if weight_bt is None else (weight_bt,)
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(TABLE, BATCH, BATCH),
+        in_specs=(TABLE, BATCH, BATCH, *(BATCH for _ in weights)),
         out_specs=(BATCH,) * 2 + (() if z_loss is None else (BATCH, TABLE)),
-    )(slices.pad(head_vd), hidden_btd, targets_bt)
+    )(slices.pad(head_vd), hidden_btd, targets_bt, *weights)
 
 
-def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
+def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m, weight_m=None):
     """Return nats and logsumexp(logits)^2 of this device's tokens [n] in a chunk, and
-    gradients of the mean loss of `num_tokens`.
+    gradients of the mean loss of `num_tokens`, or of the sum with these weights.
 
     They are those by this slice [v, d], and this slice's part of those by hidden_md
     [m, d]; none if `z_loss` is None.
@@ -173,7 +181,10 @@ def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
         return losses, ()
     share_mv = jnp.exp(logits_mv - norm_m[:, None])
     d_logits_mv = share_mv * (1 + 2 * z_loss * norm_m[:, None]) - is_target_mv
-    d_logits_mv = (d_logits_mv / num_tokens).astype(dtype)
+    if weight_m is None:
+        d_logits_mv = (d_logits_mv / num_tokens).astype(dtype)
+    else:
+        d_logits_mv = (d_logits_mv * weight_m[:, None]).astype(dtype)
     d_hidden_md = jnp.einsum("mv,vd->md", d_logits_mv, slice_vd)
     d_slice_vd = product("mv,md->vd", d_logits_mv, hidden_md)
     return losses, (d_slice_vd, d_hidden_md)

@@ -60,6 +60,8 @@ class StepContext(NamedTuple):
     is_exact: bool = False
     """Whether later rounds carry what round 0 cannot, also where the layout's overflow
     is 'redo': the step in which a batch runs again."""
+    has_targets: bool = False
+    """Whether windows say which of their tokens are targets (Windows.is_target_bt)."""
     ends: tuple[int, int] | None = None
     """The separator of documents, and the token that their last one predicts; None: the
     separator (Batch.from_windows)."""
@@ -113,12 +115,14 @@ def make_eval_step(context: StepContext):
     """Return the jitted step(params, router_bias, placement, windows) -> nats per
     token, RoutingStats.
 
-    The step evaluates the first micro-batch of `windows` only. It is exact.
+    The step evaluates the first micro-batch of `windows` only. It is exact. Where
+    windows have targets, the nats are their mean.
     """
 
     def eval_step(params, router_bias, placement, windows):
         first = jax.tree.map(lambda leaf: leaf[0], windows)
         inputs = LossInputs(placement, first, jax.random.key(0), jnp.int32(0), False)
+        inputs = inputs._replace(target_share=_target_share(windows, 1))
         _, (nats, _, stats) = micro_batch_loss(exact, params, router_bias, inputs)
         return nats, stats
 
@@ -132,6 +136,8 @@ def _train_step(
     """Average gradients over micro-batches and update the state with them."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     target = gradient_target(context.run, state, placement)
+    count = windows.token_bt.shape[0]
+    target_share = _target_share(windows, count)
 
     def add_micro_batch(sums, args):
         """Return the sum of gradients with one micro-batch more, and its report."""
@@ -149,6 +155,7 @@ def _train_step(
                 micro_batch=index,
                 slots=slots,
                 tracked=state.tracked if slots is None else None,
+                target_share=target_share,
             )
             return micro_batch_loss(context, params, state.router_bias, inputs)
 
@@ -159,7 +166,6 @@ def _train_step(
         pull_back.with_refs(refs)(jnp.ones_like(total))
         return jax.tree.map(jax.ref.freeze, refs), (total, aux)
 
-    count = windows.token_bt.shape[0]
     with jax.named_scope("gradients"):
         zeros = jax.tree.map(jnp.zeros_like, target.values)
     sums, reports = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(count), windows))
@@ -173,6 +179,16 @@ def _train_step(
         is_redo_needed |= jnp.any(metrics.routing.rounds_l > 1)
     after = jax.tree.map(partial(jnp.where, is_redo_needed), state, after)
     return after, metrics.replace(is_redo_needed=is_redo_needed)
+
+
+def _target_share(windows: Windows, count: int) -> jax.Array | None:
+    """Return the weight of a target in its micro-batch's loss, so that the mean over
+    the first `count` micro-batches is the mean over all their targets; None where
+    windows have no targets of their own. Without any target the loss is 0."""
+    if windows.is_target_bt is None:
+        return None
+    number = jnp.sum(windows.is_target_bt[:count, :, 1:])
+    return count / jnp.maximum(number, 1).astype(jnp.float32)
 
 
 class LossInputs(NamedTuple):
@@ -189,6 +205,8 @@ class LossInputs(NamedTuple):
     slots: Slots | None = None
     """Slots of all layers, if they were made before the loss. None: each layer makes
     its slots from the parameters."""
+    target_share: jax.Array | None = None
+    """Weight of each target, where windows have targets of their own."""
     tracked: jax.Array | None = None
     """Copy of TrainState.tracked. None: a domain's experts travel whole, or the slots
     are given."""
@@ -201,7 +219,9 @@ def micro_batch_loss(
     cross-entropy in nats per token, router losses and routing statistics."""
     cfg, layout = context.cfg, context.layout
     layout = layout.with_rounds if context.is_exact else layout
-    batch = Batch.from_windows(inputs.windows, context.ends)
+    batch, weight_bt = Batch.from_windows(inputs.windows, context.ends), None
+    if inputs.target_share is not None:
+        weight_bt = inputs.windows.is_target_bt[:, 1:] * inputs.target_share
     chance_le = None
     if cfg.router.kind == "recorded":
         sizes = cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k
@@ -231,6 +251,7 @@ def micro_batch_loss(
         context.mesh,
         cfg.train.loss_chunk,
         cfg.train.logit_z_loss,
+        weight_bt,
     )
     stats = RoutingStats.from_sums(sums)
     sizes = batch.tokens_bt.size, cfg.data.seq_len

@@ -35,7 +35,7 @@ def write_log(path, num_steps: int, *, is_balanced: bool) -> None:
         ("relayout", 22, 34),
         ("swap", 40, 44),  # the run ends before
     ):
-        decision = {"kind": kind, "adopt_step": adopt_step}
+        decision = {"kind": kind, "step": step, "adopt_step": adopt_step}
         lines.append(json.dumps({"step": step, "decision": decision}))
     path.write_text("\n".join(lines))
 

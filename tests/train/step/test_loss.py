@@ -129,3 +129,34 @@ def relative_error(actual, expected) -> float:
     """Return the norm of the difference over that of `expected`."""
     difference = np.asarray(actual, np.float64) - np.asarray(expected)
     return np.linalg.norm(difference) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(data=2, expert=2, tensor=2)])
+def test_weighted_tokens_are_counted_by_their_weights(topology):
+    """Weights that are 0 leave tokens out of loss, nats and gradients. The definition
+    is in float64, on whole logits."""
+    *arrays, targets_bt = make_arrays(37)
+    weight_bt = np.random.default_rng(1).uniform(size=(B, T)).round(1)
+    weight_bt[0] = weight_bt[1, :6] = 0.0
+    weight_bt /= weight_bt.sum()
+
+    def plain(hidden_btd, head_vd):
+        logits_btv = hidden_btd @ head_vd.T
+        norm_bt = jax.nn.logsumexp(logits_btv, axis=-1)
+        chosen = jnp.take_along_axis(logits_btv, targets_bt[..., None], -1)[..., 0]
+        nats = jnp.sum(weight_bt * (norm_bt - chosen))
+        return nats + Z_LOSS * jnp.sum(weight_bt * norm_bt**2), nats
+
+    mesh = axes.make_mesh(topology, jax.devices()[: topology.num_devices])
+
+    def split(hidden_btd, head_vd):
+        args = hidden_btd, head_vd, targets_bt, mesh, 4, Z_LOSS
+        return cross_entropy(*args, jnp.asarray(weight_bt))
+
+    with jax.enable_x64(True):
+        expected, found = (
+            jax.device_get(jax.jit(functools.partial(value_and_grads, x))(*arrays))
+            for x in (plain, split)
+        )
+    assert_close(found, expected)
+    assert not np.any(found[2][0])
