@@ -19,6 +19,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
+from moejax.interop.companions import read_text_ids
 from tools.launch.arguments import new_parser
 from train.data.conversations import Chat, load_template, shown
 from train.data.prepared import MANIFEST, open_prepared, prepare
@@ -39,6 +40,8 @@ def work(args: argparse.Namespace) -> int:
     name = args.tokenizer
     if name is None:
         name = "bytes" if args.chat is None else str(args.chat / "tokenizer.json")
+    if separator is None and args.chat is not None:  # as a run from this folder has it
+        separator = read_text_ids(args.chat).start
     tokenizer = load_tokenizer(name, separator)
     chat = None
     if args.chat is not None:
@@ -49,9 +52,12 @@ def work(args: argparse.Namespace) -> int:
         raise ValueError(f"'{args.out}' exists: name another folder, or remove it")
     manifest = json.loads((args.out / MANIFEST).read_text())
     wall_sec = time.monotonic() - start_sec
+    number = f"{manifest['num_documents']:,} documents"
+    if chat is not None:
+        number = f"{manifest['conversations']['num_conversations']:,} conversations"
     num_bytes = sum(source["num_bytes"] for source in manifest["sources"])
     print(
-        f"{args.out}: {manifest['num_documents']:,} documents, "
+        f"{args.out}: {number}, "
         f"{manifest['num_tokens']:,} tokens in {len(manifest['shards'])} shards; "
         f"{manifest['num_empty']:,} empty; "
         f"{num_bytes / 1e6 / wall_sec:,.1f} MB/s, {wall_sec:,.1f} s"
@@ -117,7 +123,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--separator",
         help="token, or its id, that starts each document (default: the tokenizer's"
-        " own, as with Data.separator = None)",
+        " own, as with Data.separator = None; with --chat the folder's, which fills"
+        " windows)",
     )
     add(
         "--text_key",
@@ -132,9 +139,8 @@ def describe(args: argparse.Namespace, manifest: dict, tokenizer: Tokenizer) -> 
     found = manifest["conversations"]
     share = found["num_targets"] / manifest["num_tokens"]
     print(
-        f"{found['num_conversations']:,} conversations in windows of "
-        f"{found['window']} tokens, {found['num_cut']:,} cut, "
-        f"{found['num_skipped']:,} left out; {share:.0%} of the tokens are targets"
+        f"windows of {found['window']} tokens; {found['num_cut']:,} conversations were "
+        f"cut, {found['num_skipped']:,} left out; {share:.0%} of the tokens are targets"
     )
     files, _ = open_prepared(args.out, tokenizer)
     for number in range(args.show):

@@ -85,6 +85,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "tokens (default: as plain text)",
     )
     add(
+        "--chat",
+        action="store_true",
+        help="ask each prompt in the chat template of the model's folder, and end with "
+        "the assistant's turn (default: continue the prompt)",
+    )
+    add(
         "--max_tokens",
         type=int,
         default=200,
@@ -125,7 +131,11 @@ def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
 
     tokenizer = cli.run_tokenizer(loaded)
     ends, prompts = cli.end_ids(loaded, tokenizer), load_prompts(args)
-    prompt_ids = [encode(tokenizer, text, args.special_tokens) for text in prompts]
+    if args.chat:
+        prompt_ids, turn_ends = ask(loaded, tokenizer, prompts)
+        ends |= turn_ends
+    else:
+        prompt_ids = [encode(tokenizer, text, args.special_tokens) for text in prompts]
     note_length(loaded, prompt_ids, args)
     decoder = make_decoder(loaded, tokenizer.vocab_size, tokenizer.separator)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
@@ -225,6 +235,26 @@ def encode(tokenizer: Tokenizer, text: str, has_special_tokens: bool = False):
         )
     encode = tokenizer.encode_special if has_special_tokens else tokenizer.encode
     return np.append(np.int32(tokenizer.separator), encode(text))
+
+
+def ask(
+    loaded: LoadedModel, tokenizer: Tokenizer, prompts: list[str]
+) -> tuple[list["np.ndarray"], frozenset[int]]:
+    """Return the ids of each prompt as a user's turn, up to the answer, and those that
+    end an answer. Raises ValueError where the model's folder has no chat template."""
+    from train.data.conversations import as_conversation, load_template
+
+    if loaded.published is None:
+        raise ValueError(
+            "--chat needs the chat template of a published folder, and this run began "
+            "without one: start it with Model.from_hf"
+        )
+    template, found = load_template(loaded.published), []
+    for prompt in prompts:
+        pair = as_conversation({"prompt": prompt, "completion": "?"})
+        turn = pair | {"messages": pair["messages"][:1]}
+        found.append(tokenizer.encode_special(template.render(turn, asks=True)))
+    return found, frozenset(tokenizer.encode_special(template.names["eos_token"]))
 
 
 def new_continuation(

@@ -109,7 +109,7 @@ def _find_family(record: dict[str, Any], label: str) -> Family:
     known = ", ".join(
         name for f in FAMILIES.values() for name in (f.name, *f.other_types)
     )
-    if found in DENSE:
+    if isinstance(found, str) and found in DENSE:
         raise ValueError(
             f"{label}model_type={quoted(found)} is a dense model: make experts of it "
             "by tools/hf.py upcycle"

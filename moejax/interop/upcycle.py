@@ -150,7 +150,7 @@ def upcycle(folder: str | os.PathLike, how: Upcycling) -> Upcycled:
 
 def _find_dense(record: dict[str, Any], label: str) -> DenseFamily:
     found = record.get("model_type")
-    if found in DENSE:
+    if isinstance(found, str) and found in DENSE:
         return DENSE[found]
     is_moe = any(found in (f.name, *f.other_types) for f in FAMILIES.values())
     why = "has experts already" if is_moe else "is not supported"

@@ -60,6 +60,8 @@ def folder(tmp_path):
     path = tmp_path / "model"
     path.mkdir()
     encoder.save(str(path / "tokenizer.json"))
+    ids = {"bos_token_id": encoder.token_to_id("<s>")}
+    (path / "config.json").write_text(json.dumps(ids))
     config = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "chat_template.jinja").write_text(MARKED)
@@ -125,7 +127,7 @@ def prepared(folder, records, tmp_path, *words) -> tuple[int, dict]:
     """Prepare conversations in windows of 48; return the exit code and manifest."""
     out = tmp_path / "out"
     path = write(tmp_path / "chat.jsonl", records)
-    names = ["--chat", str(folder), "--separator=<s>", "--window=48"]
+    names = ["--chat", str(folder), "--window=48"]
     code = prepare.main([str(path), "--out", str(out), *names, *words])
     return code, json.loads((out / "manifest.json").read_text()) if code == 0 else {}
 
@@ -235,7 +237,7 @@ def test_parquet_holds_conversations_too(folder, tmp_path):
 
     records = [HELLO, {"messages": [*HELLO["messages"][:2]]}]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "chat.parquet")
-    words = ["--chat", str(folder), "--separator=<s>", "--window=96"]
+    words = ["--chat", str(folder), "--window=96"]
     out = tmp_path / "out"
     assert (
         prepare.main([str(tmp_path / "chat.parquet"), "--out", str(out), *words]) == 0

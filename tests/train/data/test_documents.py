@@ -49,7 +49,7 @@ BAD_LINES = {
     b"[" * 20000: "not JSON",
     b'["text"]': "is a list, not an object",
     b'{"body": "a", "id": 1}': "no field 'text' among body, id: .* by Data.text_key",
-    b'{"messages": [{"role": "user"}]}': "messages hold conversations: .* --chat FOLDER",
+    b'{"messages": [{"role": "user"}]}': "hold conversations: .* --chat FOLDER",
     rb'{"\ud800\u001b[2J": 1}': r"no field 'text' among .*",
     b'{"text": 1}': "is a int, not a string",
     rb'{"text": "\ud800"}': "surrogates not allowed",
