@@ -44,6 +44,10 @@ POOLS: dict[str, tuple] = {
     ),
     "Dispatch.buffer_factor": (0.0, 0.01, 0.5, 1.0, 1.5, 4.0, 1e6, 1e300),
     "Dispatch.compression": (None, 0.5, 1.0, 1.5, 8.0, 1e6, 1e300),
+    "Optimizer.frozen": (
+        (), ("router",), ("experts", "embedding"), ("*/attention/q_*",), ("expert",),
+        ("*",), ("shared", "dense"),
+    ),
     "Recorded.source": (
         "uniform", "zipf", "one_hot", "rotating", "burst", "wandering", "missing.npz",
     ),

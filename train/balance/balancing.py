@@ -199,9 +199,9 @@ class Balancing:
         self._start_planner()
         start_sec = time.monotonic()
         self.steps = compile_steps(self._job.model.relaid(self.layout))
+        self.steps.require_room()
         if self._settings.methods and self._planner is not None:
             self._planner.tell(Compiled(time.monotonic() - start_sec))
-        self.steps.require_room()
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()
