@@ -2,6 +2,8 @@
 
 documents, tokenizer -> prepared     read files as a stream of documents, and tokenize
                                      it into shards once, as tools/prepare.py does
+conversations -> prepared            the same of conversations, by a chat template, with
+                                     marks on the tokens that are targets
 shards -> token_streams              verify and map shards, and view their documents as
                                      one stream of tokens
 pysrc, prepared -> corpus            open and split the corpora that Data.corpus names

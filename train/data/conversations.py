@@ -10,6 +10,7 @@ must be the beginning of the whole text; a template that changes earlier turns l
 as one does that drops what was thought, is refused.
 """
 
+import bisect
 import dataclasses
 import datetime
 import functools
@@ -223,13 +224,16 @@ def encode(
 
 def check_special(tokenizer: Tokenizer, record: dict[str, Any]) -> None:
     """Raise ValueError where the text of a turn holds the name of a special token,
-    which would stand for that token: it could end the turn of another speaker."""
-    if tokenizer.encoder is None:
-        return
-    added = tokenizer.encoder.get_added_tokens_decoder().values()
-    names = [token.content for token in added if token.special]
+    which would stand for that token: it could end the turn of another speaker. So could
+    the character 0, which ends texts of bytes."""
+    names = []
+    if tokenizer.encoder is not None:
+        added = tokenizer.encoder.get_added_tokens_decoder().values()
+        names = [token.content for token in added if token.special]
     for number, message in enumerate(record["messages"]):
         content = json.dumps(message, ensure_ascii=False, default=str)
+        if "\\u0000" in content:
+            raise ValueError(f"turn {number} holds the character 0: remove it")
         if found := next((name for name in names if name in content), None):
             raise ValueError(
                 f"turn {number} holds {found!r}, which is a special token: remove it"
@@ -239,19 +243,18 @@ def check_special(tokenizer: Tokenizer, record: dict[str, Any]) -> None:
 def pack(lengths: Sequence[int], window: int) -> Iterator[list[int]]:
     """Yield the numbers of the conversations of each window, best fit first: each goes,
     the longest first, to the fullest window that has room for it."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     windows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    for number in order:
+    rooms: list[tuple[int, int]] = []  # of each window, and its number: sorted
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[number]
-        room = next((r for r in range(length, window) if with_room.get(r)), None)
-        if room is None:
+        place = bisect.bisect_left(rooms, (length, 0))
+        if place == len(rooms):
             windows.append([])
-            index, room = len(windows) - 1, window
+            room, index = window, len(windows) - 1
         else:
-            index = with_room[room].pop(0)
+            room, index = rooms.pop(place)
         windows[index].append(number)
-        with_room.setdefault(room - length, []).append(index)
+        bisect.insort(rooms, (room - length, index))
     yield from windows
 
 

@@ -207,6 +207,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(
             {"prompt": "a<|end|>b", "completion": "c"},
             r"turn 0 holds '<|end|>', which is a special token",
         ),
+        ({"prompt": "a\0b", "completion": "c"}, "turn 0 holds the character 0"),
         ({"prompt": "fail", "completion": "c"}, "the chat template fails: no, never"),
     ],
 )
