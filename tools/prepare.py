@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from moejax.interop.companions import read_text_ids
 from tools.launch.arguments import new_parser
-from train.data.conversations import Chat, load_template, shown
+from train.data.conversations import Chat, check_tokens, load_template, shown
 from train.data.prepared import MANIFEST, open_prepared, prepare
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.program import DONE, emit, guarded
@@ -48,6 +48,7 @@ def work(args: argparse.Namespace) -> int:
         if args.window is None:
             raise ValueError("--chat packs windows: give their --window, Data.seq_len")
         chat = Chat(load_template(args.chat), args.window, args.long)
+        check_tokens(chat.template, tokenizer)
     if not prepare(args.files, args.out, tokenizer, args.text_key, chat=chat):
         raise ValueError(f"'{args.out}' exists: name another folder, or remove it")
     manifest = json.loads((args.out / MANIFEST).read_text())

@@ -16,6 +16,7 @@ import datetime
 import functools
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from train.messages import one_line
 
 BATCH_CONVERSATIONS = 4096
 """Number of conversations that are packed into windows at a time."""
+TOKEN = re.compile(r"<[|\uff5c][^\s<>{}'\"|\uff5c]+[|\uff5c]>")
+"""What looks like the name of a special token: <|end|>, also with wide bars."""
 _BEGIN, _END = "\0generation\0", "\0endgeneration\0"
 """Stand around the assistant's parts until the text is whole."""
 
@@ -101,6 +104,23 @@ def load_template(folder: Path) -> Template:
             f"the chat template of '{folder}' is no template: {one_line(error, 160)}"
         ) from error
     return Template(source, names)
+
+
+def check_tokens(template: Template, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where a tokenizer lacks a token that the template writes: the
+    names in tokenizer_config.json, and what looks like <|a token|> in its text. It
+    would become several tokens of text, which end no turn."""
+    if tokenizer.encoder is None:
+        return
+    used = [name for name in template.names.values() if name]
+    used += TOKEN.findall(template.source)
+    lacks = [x for x in dict.fromkeys(used) if tokenizer.encoder.token_to_id(x) is None]
+    if lacks:
+        raise ValueError(
+            f"the chat template writes {', '.join(map(repr, lacks[:4]))}, and the "
+            f"tokenizer '{tokenizer.name}' has no such token: use the tokenizer of the "
+            "template's folder"
+        )
 
 
 @functools.lru_cache(maxsize=8)

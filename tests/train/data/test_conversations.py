@@ -225,6 +225,20 @@ def test_bad_records_are_one_line_and_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["template", "settings"])
+def test_a_tokenizer_without_the_tokens_of_the_template_is_refused(
+    folder, tmp_path, capfd, place
+):
+    if place == "template":
+        (folder / "chat_template.jinja").write_text(MARKED + "<|other|>")
+    else:
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|other|>"}')
+    assert prepared(folder, [conversation(0, 5)], tmp_path)[0] == 2
+    err = capfd.readouterr().err
+    assert "writes '<|other|>', and the tokenizer" in err
+    assert err.count("\n") == 1
+
+
 def test_a_turn_of_a_megabyte_is_cut(folder, tmp_path):
     records = [conversation(0, 5), conversation(1, 2**20)]
     code, manifest = prepared(folder, records, tmp_path)
