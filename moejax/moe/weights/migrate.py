@@ -6,8 +6,9 @@
     reshard(arrays, names, to, mesh_layout)    device: split by expert <-> by width
 
 In a round a device sends at most one expert and receives at most one. It travels in
-slices, as copies do (moejax.moe.weights.stores). So a round costs the bytes of two
-experts per device, and memory for two more, however many experts have to move.
+slices, as copies do (moejax.moe.weights.stores), arrays of each dtype by themselves. So
+a round costs the bytes of two experts per device, and memory for two more, however many
+experts have to move.
 """
 
 from collections.abc import Iterator
@@ -144,12 +145,23 @@ def _move_round(
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
     rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
     offered, want_w1 = [pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None]
-    received = exchange_copies(offered, want_w1, group)
+    received = _exchange(offered, want_w1, group)
     new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, received)]
     return [
         jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
         for x, row in zip(arrays, new)
     ]
+
+
+def _exchange(offered: list[Array], want_w1: Array, group: AxisNames) -> list[Array]:
+    """Return `exchange_copies` of arrays of several dtypes, as moments in bfloat16 are:
+    those of one dtype travel together, in it."""
+    received: dict[int, Array] = {}
+    for dtype in dict.fromkeys(x.dtype for x in offered):
+        at = [i for i, x in enumerate(offered) if x.dtype == dtype]
+        copies = exchange_copies([offered[i] for i in at], want_w1, group)
+        received |= zip(at, copies)
+    return [received[i] for i in range(len(offered))]
 
 
 def _spec(name: str, store: Store, mesh_layout: MeshLayout) -> P:
