@@ -21,6 +21,7 @@ _HOME = {
     "RoutingStats": "moejax.moe.types",
     "Topology": "moejax.plan.layout",
     "Transformer": "moejax.model.transformer",
+    "compare_ways": "moejax.resolve.layer",
     "make_mesh": "moejax.axes",
     "make_plan": "moejax.resolve.layer",
     "moe_layer": "moejax.moe.layer",

@@ -259,7 +259,7 @@ def run_cost_model(folder: pathlib.Path) -> CostModel:
     """Return the cost model that a run had: its model's sizes at the speeds of its
     calibration, else those stated for its devices, else presumed ones. Raises
     ValueError where the run has no checkpoint."""
-    from moejax.perf import target
+    from moejax.perf import cluster
     from moejax.resolve.speeds import load_calibration, make_cost_model
     from train.checkpoint.record import newest_meta
     from train.config.names import config_from_record
@@ -270,8 +270,9 @@ def run_cost_model(folder: pathlib.Path) -> CostModel:
     cfg = config_from_record(meta["config"])
     attempts = list(read_records(folder / "attempts.jsonl"))
     kind = attempts[-1].get("device_kind") if attempts else None
-    gpu = None if kind is None else target.of_device(kind)
-    cost = make_cost_model(cfg, load_calibration(cfg, kind, gpu))
+    num_devices = cfg.mesh.num_devices
+    gpus = None if kind is None else cluster.of_device(kind, num_devices)
+    cost = make_cost_model(cfg, load_calibration(cfg, kind, gpus))
     return dataclasses.replace(cost, calibration=None)  # of --devices, at its speeds
 
 

@@ -15,7 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
-from moejax.perf.stated import NODE_DEVICES, stated_calibration
+from moejax.perf.cluster import NODE_DEVICES, Cluster, Device, nodes_of
+from moejax.perf.stated import stated_calibration
 from moejax.perf.target import Target
 from moejax.perf.target import load as load_target
 from moejax.perf.target import names as target_names
@@ -123,8 +124,8 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
 def _show_time(run: Resolved, target: Target | None, master_bytes: int) -> dict:
     """Print the predicted time of a step, on a target or at the calibration's speeds,
     and return it as a record."""
-    cfg, rates = run.cfg, None if target is None else target.rates
-    time = predict(run, rates, master_bytes)
+    cfg, device = run.cfg, None if target is None else Device.of_target(target)
+    time = predict(run, device, master_bytes)
     parts = dataclasses.asdict(time)
     kind = run.calibration.device_kind if target is None else target.name
     record = {"sec": time.total, "parts": parts} | speed(cfg, time.total, kind)
@@ -142,11 +143,11 @@ def _show_time(run: Resolved, target: Target | None, master_bytes: int) -> dict:
     shown = ", ".join(f"{name} {sec:.3g}" for name, sec in parts.items() if sec)
     print(f"  seconds of       {shown}")
     at = f"speeds {run.speeds}; the update and casts of weights are in no part"
-    if rates is not None:
+    if device is not None:
         at = (
-            f"{rates.dense_flops_per_sec / 1e12:g} TF/s in the head, "
+            f"{device.dense_flops_per_sec / 1e12:g} TF/s in the head, "
             f"{run.cost.flops_per_sec / 1e12:g} TF/s elsewhere, "
-            f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s of memory"
+            f"{device.hbm_bytes_per_sec / 1e12:g} TB/s of memory"
         )
     print(f"  at               {at}; no work hides an exchange")
     return record
@@ -194,16 +195,36 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
     the target, or for this machine."""
     if target is None:
         here = jax.devices()[0]
-        device = AbstractDevice(here.device_kind, None, here.platform)
-    else:
-        device = AbstractDevice(target.name, None, "gpu")
-    mesh = AbstractMesh(
-        cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
+        return resolve_on(cfg, AbstractDevice(here.device_kind, None, here.platform))
+    usable = usable_bytes(target.memory_bytes)
+    return resolve_on(
+        cfg, abstract_gpu(target.name), usable, nodes_of(target, cfg.mesh.num_devices)
     )
-    usable = None if target is None else usable_bytes(target.memory_bytes)
-    run = resolve(cfg, mesh, usable, target)
+
+
+def abstract_gpu(kind: str) -> AbstractDevice:
+    """Return a GPU of this kind that need not be here."""
+    return AbstractDevice(kind, None, "gpu")
+
+
+def resolve_on(
+    cfg: Config,
+    device: AbstractDevice,
+    usable: int | None = None,
+    cluster: Cluster | None = None,
+) -> Resolved:
+    """Return the run on an abstract mesh of such devices, of whose memory a run may use
+    `usable` bytes; None: they are not known. `cluster` has their links."""
+    run = resolve(cfg, abstract_mesh(cfg, device), usable, cluster)
     check_ragged(run.mesh_layout, device.platform)
     return run
+
+
+def abstract_mesh(cfg: Config, device: AbstractDevice) -> AbstractMesh:
+    """Return the mesh of a configuration, of devices that need not be here."""
+    return AbstractMesh(
+        cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
+    )
 
 
 def _memory(run: Resolved) -> dict[str, int]:

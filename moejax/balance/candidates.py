@@ -298,16 +298,11 @@ def other_methods(question: Question) -> list[Candidate]:
     """
     if question.layout.exchange == "capacity":
         return []
-    now, few, sec = question.layout, _fullest_layers(question), {}
-    for method in question.methods:
-        if method.is_in_use(question.policy_name, now):
-            sec[method] = float(few.sec_l.sum())
-            continue
-        try:
-            plan, layout = _method_change(few, method)
-        except ValueError:  # it does not go together with today's domain
-            continue
-        sec[method] = float(sec_by_layer(few, plan, layout).sum())
+    now, few = question.layout, _fullest_layers(question)
+    sec = {
+        method: float(sec_by_layer(few, plan, layout).sum())
+        for method, (plan, layout) in method_changes(few).items()
+    }
     best = methods.first_of_the_race(sec) if sec else None
     if best is None or best.is_in_use(question.policy_name, now):
         return []
@@ -329,6 +324,21 @@ def _fullest_layers(question: Question) -> Question:
         plan=ExpertPlan(table_lp, plan.num_experts, owned_le),
         together_lee=None if together_lee is None else together_lee[layers],
     )
+
+
+def method_changes(question: Question) -> dict[Method, tuple[ExpertPlan, Layout]]:
+    """Return the plan and the layout of each method that goes together with the current
+    layout; of the method in use the current ones."""
+    found, name = {}, question.policy_name
+    for method in question.methods:
+        if method.is_in_use(name, question.layout):
+            found[method] = question.plan, question.layout
+            continue
+        try:
+            found[method] = _method_change(question, method)
+        except ValueError:  # it does not go together with today's domain
+            continue
+    return found
 
 
 def _method_change(question: Question, method: Method) -> tuple[ExpertPlan, Layout]:

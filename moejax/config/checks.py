@@ -62,12 +62,14 @@ def require_choices(instance: Any) -> None:
         ]
         if not isinstance(value, str) or not choices or str in kinds:
             continue
+        if value in choices:
+            continue
         names = [choice for choice in choices if isinstance(choice, str)]
         near = difflib.get_close_matches(value, names, n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         part = type(instance).__mro__[-2].__name__
         rule = f"{part}.{field.name}={value!r} must be one of {', '.join(names)}{hint}"
-        require(value in choices, rule)
+        raise ValueError(rule)
 
 
 MAX_INT32 = 2**31 - 1

@@ -101,6 +101,13 @@ def num_keys(cfg: Network) -> float:
     return sum(by_kind[kinds[i % len(kinds)]] for i in range(cfg.model.num_layers))
 
 
+def expert_params(cfg: Network) -> int:
+    """Count the parameters of one routed expert, in all MoE layers together."""
+    d, moe = cfg.model.d_model, cfg.moe
+    biases = (2 * moe.d_expert + d) * moe.expert_bias
+    return (3 * d * moe.d_expert + biases) * cfg.model.num_moe_layers
+
+
 def num_params(cfg: Network) -> dict[str, int]:
     """Count parameters: 'total' is all of them, 'active' those that one token uses.
 
@@ -125,8 +132,7 @@ def num_params(cfg: Network) -> dict[str, int]:
     every += moe_layers * (d + cfg.router.bias) * moe.num_experts
     every += moe_layers * (d if model.block == "shortcut" else 0)
     every += moe_layers * d * (3 * moe.shared_width + moe.shared_gate)
-    biases = (2 * moe.d_expert + d) * moe.expert_bias
-    expert = (3 * d * moe.d_expert + biases) * moe_layers
+    expert = expert_params(cfg)
     return {
         "total": every + expert * moe.num_experts,
         "active": every + expert * moe.top_k,

@@ -136,9 +136,6 @@ class Passes:
     tokens_count: int = 0
     """Number of times in a step that these are gathered or summed: remat repeats
     neither."""
-    overlap: float = 0.0
-    """Share of the shorter of s2's last all_to_all and gather of rows that the longer
-    one hides (Parm's SAA); 0 where collectives are serial."""
 
 
 def row_terms(
@@ -245,23 +242,11 @@ def _s1(m: _Maker) -> Iterator[Term]:
 
 
 def _s2(m: _Maker) -> Iterator[Term]:
-    """Yield the terms of schedule s2."""
+    """Yield the terms of schedule s2. Its last all_to_all and gather are serial: XLA
+    overlaps no two collectives that share two devices (Parm's SAA needs that)."""
     size, passes = m.buffer.size_bytes, m.passes
-    travel = m.exchanged("everyone", size * m.shards / m.tensor)
-    count = passes.returns
-    gather = m.collective("all_gather", "tensor", size, count)
-    yield from travel
-    yield gather
-    if count:
-        rows_sec = sum(term.sec for term in travel if term.name.endswith("rows"))
-        one_sec = rows_sec / (passes.count + count)
-        hidden_sec = passes.overlap * min(one_sec, gather.sec / count)
-        yield Term(
-            "hidden under all_to_all",
-            count * (hidden_sec > 0),
-            0.0,
-            -count * hidden_sec,
-        )
+    yield from m.exchanged("everyone", size * m.shards / m.tensor)
+    yield m.collective("all_gather", "tensor", size, passes.returns)
 
 
 def _s1h(m: _Maker) -> Iterator[Term]:

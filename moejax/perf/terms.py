@@ -103,11 +103,6 @@ def collective_term(
     return Term(name, count, count * leaving_bytes, count * sec)
 
 
-def split_term(term: Term, parts: int) -> Term:
-    """Return one of the `parts` equal parts of a term's bytes and seconds."""
-    return dataclasses.replace(term, bytes=term.bytes / parts, sec=term.sec / parts)
-
-
 def whole_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Return the whole mesh axes that these axes, or parts of axes, belong to."""
     return tuple(dict.fromkeys(axis.partition("_")[0] for axis in axes))

@@ -43,6 +43,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of one array element, by compute dtype."""
 MAX_AXIS = 2**16
 """Largest number of devices along one axis of a mesh."""
+ROUNDING = 1e-12
+"""Relative error of a number of rows that was computed in floats."""
 ROW_MULTIPLE = 8
 """Buffer sizes are rounded up to a multiple of 8 rows, so that vector units and tiles
 divide them."""
@@ -590,7 +592,9 @@ class Layout:
 
 
 def _rounded_up(rows: float) -> int:
-    """Return a number of rows, rounded up to a multiple of ROW_MULTIPLE."""
+    """Return a number of rows, rounded up to a multiple of ROW_MULTIPLE. Shares of rows
+    are floats, so that a multiple may come as the next larger number."""
+    rows *= 1 - ROUNDING
     return math.ceil(rows / ROW_MULTIPLE) * ROW_MULTIPLE
 
 

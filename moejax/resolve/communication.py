@@ -40,6 +40,8 @@ class Communication(NamedTuple):
     """How the layers of a run are cut over the mesh, and what else they could be."""
 
     partition: Partition
+    named: Config
+    """Configuration with the schedule and the domain that were chosen."""
     choices: dict[str, Choice]
     """Choices of 'schedule' and 'domain' where predicted times made them."""
     layouts: tuple[Layout, ...]
@@ -63,7 +65,7 @@ def choose_communication(
         partition = partition_of(named)
         if cfg.router.training != "dense":  # raises where the calibration lacks a line
             predict(named, layouts.step_layout(named, partition, mesh), calibration)
-        return Communication(partition, {}, ())
+        return Communication(partition, named, {}, ())
     possible = _possible(cfg, ways, mesh)
     sec: dict[Way, Prediction] = {}
     for way, (named, layout) in possible.items():
@@ -78,7 +80,7 @@ def choose_communication(
         choices["domain"] = terms.fastest(domains, next(iter(domains)))
     named, _ = possible[best]
     found = tuple(layout for _, layout in possible.values())
-    return Communication(partition_of(named), choices, found)
+    return Communication(partition_of(named), named, choices, found)
 
 
 def predict(cfg: Config, layout: Layout, calibration: Calibration) -> Prediction:

@@ -21,6 +21,8 @@ class Change(NamedTuple):
     """Values for --gin_param: 'Mesh.data = 2'."""
     total_bytes: int
     """Predicted bytes of one device after the change."""
+    cfg: Config
+    """Configuration with the change."""
 
 
 class _Remedy(NamedTuple):
@@ -67,13 +69,14 @@ def _smallest(cfg, families, usable_bytes, total_of) -> Change | None:
     for remedies in itertools.product(*families):
         values = {name: x for remedy in remedies for name, x in remedy.values.items()}
         try:
-            total = total_of(_with_values(cfg, values))
+            changed = _with_values(cfg, values)
+            total = total_of(changed)
         except (ValueError, NotImplementedError):
             continue
         if total <= usable_bytes:
             why = "; ".join(remedy.why for remedy in remedies)
             params = tuple(f"{name} = {json.dumps(x)}" for name, x in values.items())
-            return Change(why, params, total)
+            return Change(why, params, total, changed)
     return None
 
 

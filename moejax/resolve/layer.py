@@ -1,21 +1,25 @@
-"""MoE layers of another program: their setup, and plans that policies make for them."""
+"""MoE layers of another program: their setup, plans that policies make for them, and
+the ways in which they can communicate."""
 
 import dataclasses
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from moejax.axes import BATCH_AXES, MeshAxes, devices_of
+from moejax.axes import AXES, BATCH_AXES, MeshAxes, devices_of
 from moejax.balance.loads import loads_by_owner
 from moejax.balance.policies import check_policy, make_valid_plan
+from moejax.choice import Choice
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.kernels.device import device_here
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
+from moejax.perf.calibration import Calibration
+from moejax.perf.cluster import of_device
 from moejax.perf.cost_model import cost_model
-from moejax.perf.target import of_device
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import ITEMSIZE
+from moejax.plan.layout import ITEMSIZE, Topology
+from moejax.resolve.communication import choose_communication
 from moejax.resolve.resolved import resolve
 from moejax.resolve.speeds import unmeasured
 
@@ -57,23 +61,63 @@ def set_up(
         given = f"{type(moe).__name__} and {type(mesh).__name__}"
         raise ValueError(f"set_up takes a Moe and a Mesh first, and got {given}")
     check_policy(policy)
+    topology = (names := axes or MeshAxes.by_role(mesh)).topology(mesh)
+    router, dispatch = router or Router(), dispatch or Dispatch()
+    dispatch = dataclasses.replace(dispatch, overflow=dispatch.overflow or "rounds")
+    _check_parts(moe, router, dispatch)
+    cfg = _layer_config(moe, topology, batch_shape, dispatch, router, policy)
+    layout = resolve(cfg, mesh).layout
+    if isinstance(mesh, Mesh):
+        check_device(layout, mesh.devices.flat[0])
+    setup = LayerSetup(moe, router, cfg.model.d_model, layout, mesh, names)
+    _ = setup.mesh_layout  # raises for sizes that the mesh cannot be cut into
+    return setup
+
+
+def compare_ways(
+    moe: Moe,
+    mesh: Topology,
+    batch_shape: tuple[int, int, int],
+    speeds: Calibration,
+    dispatch: Dispatch | None = None,
+) -> dict[str, Choice]:
+    """Return the choices of the communication schedule and of the domain for MoE layers
+    in training, with the predicted time of one layer in a step under each: 'schedule'
+    and 'domain', where `dispatch` leaves them open ('auto') and the mesh has several.
+
+    No device is needed: `mesh` has the sizes of the axes, and `speeds` their lines.
+    `batch_shape` is (batch, length, width) over all devices; loads are even. Raises
+    ValueError, one line, for sizes that do not fit, and for speeds without a line that
+    a prediction needs.
+    """
+    dispatch = dispatch or Dispatch(domain="auto")
+    cfg = _layer_config(moe, mesh, batch_shape, dispatch, Router(), "home")
+    types = (AxisType.Auto,) * len(AXES)
+    abstract = AbstractMesh(mesh.sizes, AXES, axis_types=types)
+    return choose_communication(cfg, speeds, abstract).choices
+
+
+def _layer_config(
+    moe: Moe,
+    mesh: Topology,
+    batch_shape: tuple[int, int, int],
+    dispatch: Dispatch,
+    router: Router,
+    policy: str,
+) -> Config:
+    """Return the configuration of a run whose MoE layers are these."""
     if len(batch_shape) != 3:
         raise ValueError(
             f"batch_shape={batch_shape} must be (batch, length, width) of the input"
         )
-    (b, t, d), names = batch_shape, axes or MeshAxes.by_role(mesh)
-    router, dispatch = router or Router(), dispatch or Dispatch()
-    dispatch = dataclasses.replace(dispatch, overflow=dispatch.overflow or "rounds")
-    topology = names.topology(mesh)
-    if b % topology.num_batch_shards:
+    b, t, d = batch_shape
+    if b % mesh.num_batch_shards:
         raise ValueError(
-            f"a batch of {b} sequences does not divide over "
-            f"{topology.num_batch_shards} devices ({topology}): use a multiple of "
-            f"{topology.num_batch_shards}"
+            f"a batch of {b} sequences does not divide over {mesh.num_batch_shards} "
+            f"devices ({mesh}): use a multiple of {mesh.num_batch_shards}"
         )
-    _check_parts(moe, router, dispatch)
-    cfg = Config(
-        mesh=topology,
+    return Config(
+        mesh=mesh,
         model=Model(d_model=d),
         moe=moe,
         dispatch=dispatch,
@@ -82,12 +126,6 @@ def set_up(
         train=Train(batch_size=b, loss_chunk=max(t, 2)),
         balance=Balance(policy=policy),
     )
-    layout = resolve(cfg, mesh).layout
-    if isinstance(mesh, Mesh):
-        check_device(layout, mesh.devices.flat[0])
-    setup = LayerSetup(moe, router, d, layout, mesh, names)
-    _ = setup.mesh_layout  # raises for sizes that the mesh cannot be cut into
-    return setup
 
 
 def _check_parts(moe: Moe, router: Router, dispatch: Dispatch) -> None:
@@ -158,7 +196,7 @@ def make_plan(
     with devices_of(setup.mesh):
         kind = device_here().device_kind
     cost = cost_model(
-        unmeasured(topology, kind, of_device(kind)),
+        unmeasured(topology, kind, of_device(kind, topology.num_devices)),
         d_model=setup.d_model,
         d_expert=setup.moe.d_expert // shards,
         itemsize=ITEMSIZE[dtype],

@@ -4,8 +4,8 @@ import dataclasses
 from typing import NamedTuple
 
 from moejax.config import Config
-from moejax.perf.stated import NODE_DEVICES
-from moejax.plan.layout import Topology
+from moejax.perf.cluster import NODE_DEVICES
+from moejax.plan.layout import MAX_AXIS, Topology
 
 RULE = (
     f"the expert axis is as wide as the experts and the {NODE_DEVICES} GPUs of a node "
@@ -22,26 +22,29 @@ class MeshProposal(NamedTuple):
     """Values for --gin_param: 'Mesh.data = 2'."""
 
 
-def propose_meshes(cfg: Config, num_devices: int) -> list[MeshProposal]:
+def propose_meshes(
+    cfg: Config, num_devices: int, dc: int | None = None
+) -> list[MeshProposal]:
     """Return the valid meshes of `num_devices` devices, best first.
 
-    The dc axis stays as configured. RULE is the order: a narrower tensor axis comes
-    first. With the same tensor axis, meshes that leave Train.batch_size as it is come
-    first. Among those, a wider expert axis comes first, but one that is wider than a
-    node comes last. Where the micro-batches do not divide over a mesh,
-    Train.accumulate_steps becomes the largest of its divisors with which they do. Where
-    the batch does not divide either, Train.batch_size is rounded up. Raises ValueError
-    where no mesh is valid.
+    `dc` is the size of that axis; None: it stays as configured. RULE is the order: a
+    narrower tensor axis comes first. With the same tensor axis, meshes that leave
+    Train.batch_size as it is come first. Among those, a wider expert axis comes first,
+    but one that is wider than a node comes last. Where the micro-batches do not divide
+    over a mesh, Train.accumulate_steps becomes the largest of its divisors with which
+    they do. Where the batch does not divide either, Train.batch_size is rounded up.
+    Raises ValueError where no mesh is valid.
     """
+    dc = cfg.mesh.dc if dc is None else dc
     if num_devices < 1:
         raise ValueError(f"--num_devices={num_devices} must be at least 1")
-    if num_devices % cfg.mesh.dc:
+    if num_devices % dc:
         raise ValueError(
-            f"--num_devices={num_devices} must be a multiple of Mesh.dc={cfg.mesh.dc}: "
+            f"--num_devices={num_devices} must be a multiple of Mesh.dc={dc}: "
             "set Mesh.dc = 1, or give another number"
         )
     proposals, problem = [], ""
-    for mesh in _meshes(cfg.mesh.dc, num_devices):
+    for mesh in _meshes(dc, num_devices):
         try:
             proposals.append(_with_mesh(cfg, mesh))
         except ValueError as fault:
@@ -54,12 +57,14 @@ def propose_meshes(cfg: Config, num_devices: int) -> list[MeshProposal]:
 
 
 def _meshes(dc: int, num_devices: int) -> list[Topology]:
-    """Return every mesh of `num_devices` devices with `dc` data centres."""
+    """Return every mesh of `num_devices` devices with `dc` data centres, whose axes are
+    no longer than they may be."""
     rest = num_devices // dc
     return [
         Topology(dc, rest // tensor // expert, expert, tensor)
         for tensor in _divisors(rest)
         for expert in _divisors(rest // tensor)
+        if max(dc, rest // tensor // expert, expert, tensor) <= MAX_AXIS
     ]
 
 

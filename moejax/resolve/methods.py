@@ -34,8 +34,9 @@ def find_methods(
     """Return the methods that a run which starts in the layout `home` can have, home
     first, and what the run prints of them, with the reason against each of the others.
 
-    `usable_bytes` are those of a device that a run may use; None: they are not known,
-    and nothing is refused for its memory.
+    `cfg` names the run's schedule and domain, which methods share. `usable_bytes` are
+    those of a device that a run may use; None: they are not known, and nothing is
+    refused for its memory.
     """
     methods, refused = [Method("home", home)], {}
     for named in _candidates(cfg):

@@ -23,8 +23,8 @@ from moejax.model.parameters import check_frozen
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
+from moejax.perf.cluster import Cluster, of_device
 from moejax.perf.cost_model import CostModel
-from moejax.perf.target import Target, of_device
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Gather, Layout
 from moejax.resolve import gather, layouts
@@ -222,17 +222,17 @@ def resolve(
     cfg: Config,
     mesh: Mesh | AbstractMesh,
     usable_bytes: int | None = None,
-    target: Target | None = None,
+    cluster: Cluster | None = None,
 ) -> Resolved:
     """Return the run of a configuration, with an answer to each 'auto' and None.
 
     `mesh` has the run's devices, or is abstract where none are needed. `usable_bytes`
     are those of a device that a run may use; None: they are not known, and what could
-    be kept in them is not (Dispatch.gather). `target` is the GPU whose stated rates
-    count without a calibration; None: that of the devices, if it is known. Raises
-    ValueError for a calibration of another machine and for settings that contradict one
-    another, and NotImplementedError for attention that the devices cannot compute; the
-    message says what to do instead.
+    be kept in them is not (Dispatch.gather). `cluster` is the one whose stated
+    rates count without a calibration; None: the devices on nodes of 8, if their kind is
+    known. Raises ValueError for a calibration of another machine and for settings that
+    contradict one another, and NotImplementedError for attention that the devices
+    cannot compute; the message says what to do instead.
     """
     check_dense_training(cfg)
     check_frozen(cfg.network, cfg.optimizer.frozen)
@@ -241,15 +241,16 @@ def resolve(
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     with devices_of(mesh):  # an abstract mesh may name a device
-        target = target or of_device(device_here().device_kind)
-    calibration = load_calibration(cfg, kind, target)
+        here = device_here().device_kind
+    cluster = cluster or of_device(here, cfg.mesh.num_devices)
+    calibration = load_calibration(cfg, kind, cluster)
     found = choose_communication(cfg, calibration, mesh)
     partition, chosen = found.partition, found.choices
     cost = make_cost_model(cfg, calibration)
     layout = layouts.with_shadow_prices(layouts.step_layout(cfg, partition, mesh), cost)
     methods = ()
     if cfg.balance.policy == AUTO:
-        args = cfg, layout, mesh, calibration, usable_bytes
+        args = found.named, layout, mesh, calibration, usable_bytes
         methods, choice = find_methods(*args)
         chosen = {"policy": choice, **chosen}
     run = Resolved(

@@ -12,9 +12,9 @@ from moejax.config import Config
 from moejax.model.flops import flops_per_token
 from moejax.model.parameters import trains_experts
 from moejax.perf.calibration import Calibration, check, read_calibration
+from moejax.perf.cluster import Cluster
 from moejax.perf.cost_model import NOTES, CostModel, cost_model
-from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, stated_calibration
-from moejax.perf.target import Target
+from moejax.perf.stated import COLLECTIVES, COMPILE_SEC, cluster_calibration
 from moejax.plan.layout import ITEMSIZE, Topology
 from moejax.resolve.partition import micro_batch_tokens
 
@@ -64,16 +64,16 @@ def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:
 
 
 def load_calibration(
-    cfg: Config, device_kind: str | None = None, target: Target | None = None
+    cfg: Config, device_kind: str | None = None, cluster: Cluster | None = None
 ) -> Calibration:
     """Return the calibration of Balance.calibration, or else `unmeasured` speeds: those
-    that are stated for `target`, or presumed ones.
+    that are stated for `cluster`, or presumed ones.
 
     Raises ValueError where it was measured on another mesh, in another dtype or, if
     `device_kind` is given, on another kind of device.
     """
     if cfg.balance.calibration is None:
-        return unmeasured(cfg.mesh, device_kind or "any device", target)
+        return unmeasured(cfg.mesh, device_kind or "any device", cluster)
     with naming(cfg.balance.calibration):
         calibration = read_calibration(_find_file(cfg.balance.calibration))
         kind = calibration.device_kind if device_kind is None else device_kind
@@ -92,11 +92,13 @@ def naming(calibration: str | None) -> Iterator[None]:
         raise ValueError(f"Balance.calibration={calibration!r}: {error}") from error
 
 
-def unmeasured(mesh: Topology, device_kind: str, target: Target | None) -> Calibration:
-    """Return a calibration of the rates that are stated for a target; of presumed
+def unmeasured(
+    mesh: Topology, device_kind: str, cluster: Cluster | None
+) -> Calibration:
+    """Return a calibration of the rates that are stated for a cluster; of presumed
     speeds where none are stated for the devices, as for CPUs."""
-    if target is not None:
-        return stated_calibration(target, mesh)
+    if cluster is not None:
+        return cluster_calibration(cluster, mesh)
     return presumed(dataclasses.asdict(mesh), device_kind)
 
 

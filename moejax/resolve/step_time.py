@@ -1,21 +1,27 @@
 """Predicted seconds of a train step on devices that need not be here, by parts.
 
-Blocks are those of the cost model, for an even load in the home placement, at the run's
-speeds. What it leaves out is added at a target's rates: the head, and the bytes of
-weights that the update and each micro-batch move. Elementwise work of activations is in
-no part. docs/measured.md has clocks beside predictions.
+Blocks are those of the cost model, at the run's speeds. What it leaves out is added:
+the head, and the bytes of weights that the update and each micro-batch move, at the
+rates of a device; collectives of dense weights and of gradients, on the lines of the
+calibration. Elementwise work of activations is in no part. docs/measured.md has clocks
+beside predictions.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from moejax.model.flops import flops_per_token
+from moejax.config import Config
+from moejax.model.flops import expert_params, flops_per_token, num_params
 from moejax.model.parameters import count
-from moejax.perf.rates import Rates
-from moejax.plan.layout import ITEMSIZE
+from moejax.perf import terms
+from moejax.perf.calibration import leaving_bytes
+from moejax.perf.cluster import Device
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import ITEMSIZE, Layout
 from moejax.resolve.memory import state_bytes
-from moejax.resolve.partition import rows_per_step
+from moejax.resolve.partition import micro_batch_tokens, rows_per_step
 from moejax.resolve.resolved import Resolved
 
 FLOAT32 = 4
@@ -27,11 +33,23 @@ HEAD_PASSES = 4
 backward."""
 
 
+class Scene(NamedTuple):
+    """Loads of some MoE layers of a run, and what they meet."""
+
+    load_lwe: np.ndarray
+    """Rows in a step from each source device to each expert [l, w, e]; all MoE layers
+    take as long as the mean of these."""
+    plan: ExpertPlan
+    layout: Layout
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     """Predicted seconds of a train step on each device, by what takes them."""
 
     experts: float
+    wait: float
+    """Waiting for the fullest device of each MoE layer."""
     exchange: float
     """Rows that travel to experts and back, before other work hides any."""
     copies: float
@@ -39,6 +57,11 @@ class StepTime:
     them."""
     blocks: float
     """Attention, dense parts and shared experts."""
+    dense: float
+    """Collectives of dense weights and their gradients, as far as blocks and experts do
+    not hide them, and of activations along the tensor axis."""
+    dc: float
+    """Sums of gradients along dc."""
     head: float
     weights: float
     """Casts of weights and sums of their gradients in each micro-batch, and the
@@ -50,34 +73,112 @@ class StepTime:
         return sum(dataclasses.astuple(self))
 
 
-def predict(run: Resolved, rates: Rates | None, master_bytes: int) -> StepTime:
+def predict(
+    run: Resolved,
+    device: Device | None,
+    master_bytes: int,
+    scene: Scene | None = None,
+) -> StepTime:
     """Return the predicted time of a train step of a run, whose devices hold
     `master_bytes` of parameters each.
 
-    `rates` are those of a target. None: the calibration's FLOP/s count for the head
-    too, and `weights` is 0, since no rate of memory was measured.
+    `device` has stated rates. None: the calibration's FLOP/s count for the head too,
+    and `weights` is 0, since no rate of memory was measured. Without a `scene` the load
+    is even, and experts are at home.
     """
-    cfg, layout = run.cfg, run.layout
-    shape = cfg.model.num_moe_layers, layout.num_devices, layout.num_experts
-    load_lwe = np.full(shape, rows_per_step(cfg, layout) / layout.num_experts)
-    plan, num_blocks = run.home_plan(), cfg.model.num_layers
-    parts = run.cost.step_parts(load_lwe, plan, layout, num_blocks)
+    cfg, cost = run.cfg, run.cost
+    load_lwe, plan, layout = scene or even_scene(run)
+    parts = cost.step_parts(load_lwe, plan, layout, cfg.model.num_layers)
+    share = cfg.model.num_moe_layers / len(load_lwe)
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.mesh.num_devices
     head_flops = HEAD_PASSES * flops_per_token(cfg.network).head * tokens
-    head_rate, weights_sec = run.cost.flops_per_sec, 0.0
-    if rates is not None:
+    head_rate, weights_sec = cost.flops_per_sec, 0.0
+    if device is not None:
         moved = master_bytes / FLOAT32 * _bytes_per_param(run)
-        head_rate = rates.dense_flops_per_sec
-        weights_sec = moved / rates.hbm_bytes_per_sec
+        head_rate = device.dense_flops_per_sec
+        weights_sec = moved / device.hbm_bytes_per_sec
         weights_sec += _orthogonal_flops(run) / head_rate
+    hiding_sec = (parts.blocks + share * parts.experts) * cost.overlaps
     return StepTime(
-        experts=parts.experts,
-        exchange=parts.wires,
-        copies=parts.copies,
+        experts=share * parts.experts,
+        wait=share * parts.wait,
+        exchange=share * parts.wires,
+        copies=share * parts.copies,
         blocks=parts.blocks,
+        dense=max(0.0, _dense_sec(run) - hiding_sec) + _tensor_sec(run),
+        dc=_dc_sec(run),
         head=head_flops / head_rate,
         weights=weights_sec,
     )
+
+
+def even_scene(run: Resolved) -> Scene:
+    """Return an even load of all MoE layers, with experts at home."""
+    cfg, layout = run.cfg, run.layout
+    shape = cfg.model.num_moe_layers, layout.num_devices, layout.num_experts
+    load_lwe = np.full(shape, rows_per_step(cfg, layout) / layout.num_experts)
+    return Scene(load_lwe, run.home_plan(), layout)
+
+
+def _dense_sec(run: Resolved) -> float:
+    """Return the time in which dense weights are gathered over data and expert, and
+    their gradients scattered, in each micro-batch (moejax.moe.weights.gather)."""
+    cfg = run.cfg
+    group = {axis: getattr(cfg.mesh, axis) for axis in ("data", "expert")}
+    w = terms.num_devices(group)
+    size = _dense_params(cfg) / cfg.mesh.tensor
+    model, steps = cfg.model, cfg.train.accumulate_steps
+    widths = ITEMSIZE[model.compute_dtype], ITEMSIZE[model.gradient_reduce_dtype]
+    passes = (
+        ("all_gather", widths[0], steps * run.cost.num_fetched),
+        ("reduce_scatter", max(widths), steps),
+    )
+    found = (
+        terms.collective_term(
+            run.cost.lines, name, group, leaving_bytes(name, size * width, w), times
+        )
+        for name, width, times in passes
+    )
+    return sum(term.sec for term in found)
+
+
+def _dc_sec(run: Resolved) -> float:
+    """Return the time in which gradients are summed along dc, in float32 and in each
+    micro-batch: those of dense weights, and of experts that exist in each data
+    centre."""
+    cfg = run.cfg
+    summed = num_params(cfg.network)["total"]
+    if "dc" in run.layout.axes:
+        summed = _dense_params(cfg)
+    size = FLOAT32 * summed * cfg.mesh.dc / cfg.mesh.num_devices
+    leaving = leaving_bytes("all_reduce", size, cfg.mesh.dc)
+    times = cfg.train.accumulate_steps
+    group = {"dc": cfg.mesh.dc}
+    return terms.collective_term(
+        run.cost.lines, "all_reduce", group, leaving, times
+    ).sec
+
+
+def _tensor_sec(run: Resolved) -> float:
+    """Return the time in which the devices of a tensor axis sum hidden states: after
+    attention in each pass, and its gradients. Those of MoE layers are rows of the
+    exchange; dense layers sum as attention does."""
+    cfg = run.cfg
+    layers = 2 * cfg.model.num_layers - cfg.model.num_moe_layers
+    passes = 2 + (cfg.model.repeats == "full")
+    size = micro_batch_tokens(cfg) * run.cost.bytes_per_row
+    leaving = leaving_bytes("all_reduce", size, cfg.mesh.tensor)
+    times = passes * layers * cfg.train.accumulate_steps
+    group = {"tensor": cfg.mesh.tensor}
+    return terms.collective_term(
+        run.cost.lines, "all_reduce", group, leaving, times
+    ).sec
+
+
+def _dense_params(cfg: Config) -> int:
+    """Return the number of parameters that are not of routed experts."""
+    routed = cfg.moe.num_experts * expert_params(cfg.network)
+    return num_params(cfg.network)["total"] - routed
 
 
 def _bytes_per_param(run: Resolved) -> float:

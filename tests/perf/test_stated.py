@@ -19,7 +19,7 @@ MESH = {"data": 2, "expert": 8}
 def seconds(collective: str, axes: tuple[str, ...], **mesh: int) -> float:
     """Return the seconds of a collective of 1 GB, on nodes of 8."""
     topology = Topology(**mesh)
-    line = find_line(stated_calibration(H100, topology, 8), collective, axes)
+    line = find_line(stated_calibration(H100, topology), collective, axes)
     size = 1
     for axis in axes:
         size *= getattr(topology, axis)
@@ -51,5 +51,5 @@ def test_the_slower_link_decides(collective, axes, mesh, expected):
 
 
 def test_a_mesh_has_lines_for_its_axes_alone():
-    lines = stated_calibration(H100, Topology(**MESH), 8).collectives
+    lines = stated_calibration(H100, Topology(**MESH)).collectives
     assert set(lines["all_gather"]) == {"data", "expert", "data_expert", "dc_expert"}

@@ -92,7 +92,7 @@ def test_arms_of_two_nodes(qwen):
     strategies = {each.name: each for each in find_strategies(on_h100(qwen))}
     msec = {}
     for name, strategy in strategies.items():
-        calibration = stated_calibration(H100, strategy.cfg.mesh, 8)
+        calibration = stated_calibration(H100, strategy.cfg.mesh)
         time = link_time(on_h100(strategy.cfg), calibration)
         msec[name] = round(1e3 * time.rows_sec), round(1e3 * time.weights_sec)
     expert, fsdp = "expert parallelism", "no expert parallelism (FSDP)"

@@ -11,6 +11,7 @@ from moejax.axes import AUTO, AXES, make_mesh
 from moejax.choice import Choice
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.perf import target
+from moejax.perf.cluster import nodes_of
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
@@ -167,12 +168,13 @@ def test_presumed_speeds_make_the_cost_model():
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_gpu_has_the_rates_that_are_stated_for_it(is_named):
-    """The rates are those of a target that the user gives, or of the kind of the
+    """The rates are those of a cluster that the user gives, or of the kind of the
     devices: 400 TFLOP/s of experts, and of 4 devices of one node 3/4 of an array over
     NVLink."""
     gpu = target.load("h100")
     kind = "cpu" if is_named else gpu.name
-    run = resolve_on(kind, FLEXMOE, target=gpu if is_named else None)
+    nodes = nodes_of(gpu, FLEXMOE.mesh.num_devices)
+    run = resolve_on(kind, FLEXMOE, cluster=nodes if is_named else None)
     assert not run.calibration.is_measured
     assert run.cost.flops_per_sec == 4e14
     assert run.cost.bytes_per_sec == pytest.approx(3.5e11)

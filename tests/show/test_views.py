@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from IPython.lib.pretty import pretty
 
-from moejax import show
+from moejax import Dispatch, Moe, compare_ways, show
 from moejax.axes import make_mesh
 from moejax.balance.decision import Decision
 from moejax.moe.types import RoutingStats
-from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -36,14 +35,14 @@ RELAYOUT = Decision(
     digest_before="7c1f", layout_before=dataclasses.replace(LAYOUT, slots_per_device=2),
 )  # fmt: skip
 SPEEDS = calibrations.ideal(dc=1e9, expert=1e10, tensor=1e10)
-SPEEDS = dataclasses.replace(SPEEDS, mesh={"data": 1}, flops_per_sec=1e12)
-SHAPE = choose_schedule.MicroBatchShape(
-    tokens=96, d_model=64, d_expert=128, num_experts=8, top_k=2, buffer_factor=1.5,
-    itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4},
+SPEEDS = dataclasses.replace(SPEEDS, flops_per_sec=1e12)
+MESH = Topology(dc=2, expert=4, tensor=2)
+WAYS = compare_ways(
+    Moe(num_experts=8, top_k=2, d_expert=128), MESH, (8, 96, 64),
+    dataclasses.replace(SPEEDS, mesh=dataclasses.asdict(MESH)),
+    Dispatch(group="dc_expert", domain="auto"),
 )  # fmt: skip
-SCHEDULE = choose_schedule.choose(SHAPE, SPEEDS)
-TRAFFIC = calibrations.stream(1e6, 1e5, sizes={"dc": 2, "expert": 4})
-DOMAIN = choose_domain.choose(TRAFFIC, SPEEDS)
+SCHEDULE, DOMAIN = WAYS["schedule"], WAYS["domain"]
 STATS = RoutingStats(
     tokens_lwe=np.stack([LOAD_LWE[0], 0 * LOAD_LWE[0]]),
     rows_lw=np.array([[300, 200], [0, 0]]),

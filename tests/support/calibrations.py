@@ -1,7 +1,6 @@
-"""Build calibrations of imaginary machines, and the traffic of one imaginary layer."""
+"""Build calibrations of imaginary machines."""
 
 from moejax.perf.calibration import Calibration
-from moejax.perf.choose_domain import LayerTraffic
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -12,13 +11,6 @@ def ideal(**bytes_per_sec: float) -> Calibration:
     return Calibration(
         "paper", {}, "float32", dict.fromkeys(KINDS, lines), 1.0, 1.0, 0.0, "never"
     )
-
-
-def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> LayerTraffic:
-    """Return the traffic of a layer's forward pass on eight devices of one axis: bytes
-    of rows and of experts."""
-    fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
-    return LayerTraffic(row_bytes, expert_bytes, pre_expert_sec, **fields)
 
 
 def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Test tools/calibrate.py: fitted lines, measured collectives, and predictions."""
 
 import dataclasses
-import itertools
 import json
 import os
 
@@ -14,10 +13,8 @@ from moejax.perf.calibration import (
     RANGES,
     Calibration,
     find_line,
-    leaving_bytes,
     read_calibration,
 )
-from moejax.perf.choose_schedule import MicroBatchShape, predict
 from moejax.perf.terms import Term, collective_term, make_prediction
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
@@ -158,79 +155,3 @@ def test_a_product_has_its_own_line_or_the_slowest_of_its_axes():
     assert part == Term("all_gather tensor_inner rows", 3, 3e9, 3.0)
     alone = collective_term(both, "all_gather", {"tensor": 1}, 0.0, 3)
     assert make_prediction(alone).terms == ()
-
-
-# FSMoE, Figure 5: start in msec and msec per float32 element, 32 GPUs of Testbed-B.
-CLUSTER_B = {
-    "all_to_all": (0.175, 3.06e-7), "all_gather": (0.0320, 1.68e-7),
-    "reduce_scatter": (0.0391, 1.67e-7), "all_reduce": (0.0837, 5.99e-7),
-}  # fmt: skip
-
-
-def communication_sec(prediction) -> float:
-    """Return the predicted seconds of the terms that the papers count: the collectives
-    of rows and tokens."""
-    others = ("router", "experts", "counts", "weights")
-    return sum(t.sec for t in prediction.terms if not t.name.endswith(others))
-
-
-def cluster_b(tensor: int, shards: int) -> Calibration:
-    """Return a calibration by which a collective of n elements takes start + slope n.
-
-    The groups have the sizes that schedules with this tensor axis and these shards run
-    over. With shards < tensor one axis has groups of two sizes, of which the larger
-    counts.
-    """
-    expert, inner = 32 // tensor, max(1, shards // tensor)
-    sizes = {
-        "expert": expert // inner,
-        "tensor": tensor,
-        "expert_tensor": tensor * inner,
-    }
-    collectives = {}
-    for kind, (start, slope) in CLUSTER_B.items():
-        sizes_of_kind = (
-            {**sizes, "expert_tensor": 32} if kind == "all_to_all" else sizes
-        )
-        collectives[kind] = {
-            axes: {
-                "latency_sec": start / 1e3,
-                "bytes_per_sec": leaving_bytes(kind, 4, w) / slope * 1e3,
-            }
-            for axes, w in sizes_of_kind.items()
-        }
-    mesh = {"dc": 1, "data": 1, "expert": expert, "tensor": tensor}
-    return Calibration("2080", mesh, "float32", collectives, 1e13, 1.0, 0.0, "never")
-
-
-def equations(shape: MicroBatchShape) -> dict[str, float]:
-    """Return the seconds of each schedule by the papers' equations: Parm's (1) to (3)
-    with serial collectives, and FSMoE's order for s1h."""
-    mp, esp = shape.tensor, shape.expert_shards
-    blm = shape.tokens * shape.d_model
-    etm = shape.buffer_factor * shape.top_k * blm
-    a2a, ag, rs, ar = (
-        lambda n, c=c: (c[0] + c[1] * n) / 1e3 for c in CLUSTER_B.values()
-    )
-    y = etm * esp / mp
-    return {
-        "base": ag(blm * esp) + 2 * a2a(etm * esp) + ar(etm * esp),
-        "s1": 2 * a2a(y) + ag(blm),
-        "s2": 2 * a2a(y) + ag(etm),
-        "s1h": 2 * a2a(etm / mp) + ag(y) + rs(y) + ag(blm),
-    }
-
-
-@pytest.mark.parametrize(("tensor", "shards"), [(2, 2), (2, 4), (4, 4)])
-def test_predictions_are_the_papers_equations(tensor, shards):
-    lines = cluster_b(tensor, shards)
-    for tokens, d, times, factor, k in itertools.product(
-        (1024, 16_384), (1024, 4096), (2, 3), (1.2, 2.4), (1, 2)
-    ):
-        shape = MicroBatchShape(
-            tokens, d, times * d, 32, k, factor, 4, tensor, shards,
-            {"expert": 32 // tensor}, is_training=False,
-        )  # fmt: skip
-        want = equations(shape)
-        got = {name: communication_sec(predict(shape, lines, name)) for name in want}
-        assert_close(got, want)

@@ -106,6 +106,7 @@ def own_compilation():
 def _compile(cfg, target, sizes, folder) -> CompiledStep:
     from moejax.axes import make_mesh
     from moejax.kernels.attention.cudnn import workspace_bytes
+    from moejax.perf.cluster import nodes_of
     from moejax.resolve.kernels import attention_arrays
     from moejax.resolve.memory import step_memory
     from moejax.resolve.resolved import resolve
@@ -117,7 +118,8 @@ def _compile(cfg, target, sizes, folder) -> CompiledStep:
     devices = target_devices(target, *sizes)
     with of_target(target):
         usable = usable_bytes(target.memory_bytes)
-        run = resolve(cfg, make_mesh(cfg.mesh, devices), usable, target)
+        cluster = nodes_of(target, cfg.mesh.num_devices)
+        run = resolve(cfg, make_mesh(cfg.mesh, devices), usable, cluster)
         context = make_model(run)
         lowered = trace_train_step(context).lower()
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}

@@ -62,7 +62,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         )
 
     _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
-    _add_pair(new_command("pair", "compare configurations in turns: pair A B [C ..]"))
+    _add_pair(new_command("pair", "compare configurations in turns: pair A [B C ..]"))
     clean = new_command("clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
     for command in commands.choices.values():
@@ -103,8 +103,8 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
         "others",
         type=pathlib.Path,
         metavar="B.gin",
-        nargs="+",
-        help="configurations that are compared with A",
+        nargs="*",
+        help="configurations that are compared with A (default: A runs alone)",
     )
     add(
         "--gin_param",

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import zeros_varying_as
+from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.kernels.permute import combine_rows, gather_rows, sum_rows
 from moejax.moe.exchange.manifest import EMPTY, Manifest, window_of_choices
 from moejax.moe.exchange.schedules import find_schedule
@@ -296,6 +296,9 @@ def _compute(
     layout = mesh_layout.layout
     implementation = _implementation(layout)
     k = slot_rk.shape[1]
+    # Where shards of an expert have the same rows, their gradients are summed here: of
+    # rows that came, not of those in slots, which are up to k times as many.
+    x_rd, *_ = varying_alike(x_rd, *weights.values())
     rows_s, assignment_m, position_rk = sort_by_slot(slot_rk, num_rows, mesh_layout)
     source_m = assignment_m if k == 1 else assignment_m // k  # -1 stays -1
     with jax.named_scope("dispatch"):

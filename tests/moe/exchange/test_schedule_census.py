@@ -1,22 +1,25 @@
 """Test that compiled layers send what the formulas of schedules and domains say.
 
-Kinds, counts and bytes of collectives, forward and backward, are those that
-perf/choose_schedule.py predicts; those of domains are in the test.
+Kinds, counts and bytes of collectives, forward and backward, are those that the cost
+model predicts; those of domains are in the test.
 
 Buffers hold every row, so that there are no later rounds: each device could get all
 tokens of a source. Collectives of at most FEW floats are left out: they carry integers,
 losses and the router's gradient. Those of cards are counted by themselves.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from moejax.perf.calibration import leaving_bytes
-from moejax.perf.choose_schedule import MicroBatchShape, predict
+from moejax.perf.cost_model import cost_model
+from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.calibrations import TWO_LEVELS
 from tests.support.layers import (
@@ -47,8 +50,8 @@ FLOATS = re.compile(r"f32\[([\d,]*)\]")
 SIZES, ALONG = re.compile(r"'(\w+)'=(\d+)"), re.compile(r"'(\w+)'[,}]")
 
 
-CARD = str(2 * TOP_K)
-"""Last dim of what travels beside rows: gates and slots."""
+CARDS = str(2 * TOP_K), str(TOP_K)
+"""Last dims of what travels beside rows: gates and slots, and gradients of gates."""
 
 
 class Sent(NamedTuple):
@@ -66,7 +69,7 @@ def count_collectives(compiled) -> Counter:
     counts = Counter()
     for arrays, kind, rest in LINE.findall(compiled.as_text()):
         dims_of_arrays = [dims.split(",") for dims in FLOATS.findall(arrays)]
-        dims_of_arrays = [dims for dims in dims_of_arrays if dims[-1] != CARD]
+        dims_of_arrays = [dims for dims in dims_of_arrays if dims[-1] not in CARDS]
         sizes = [math.prod(int(n) for n in dims if n) for dims in dims_of_arrays]
         if kind == "all-to-all":
             sizes = [sum(sizes)]
@@ -84,50 +87,58 @@ def count_collectives(compiled) -> Counter:
     return counts
 
 
-def compile_layer(layer: Layer, is_training: bool = True):
-    """Return the compiled forward pass, in training with the backward pass."""
+def compile_layer(layer: Layer):
+    """Return the compiled forward and backward pass."""
     args = on_mesh(layer, home(layer), operands(layer.batch, "zipf"))
-    return (layer.run if is_training else layer.forward).lower(*args).compile()
+    return layer.run.lower(*args).compile()
 
 
-QUICK = (2, 2, 4, "s1h", True)
+QUICK = (2, 2, 4, "s1h")
 GRID = [
     pytest.param(*case, marks=() if case == QUICK else pytest.mark.long)
     for *sizes, schedule in SCHEDULED
     if sizes[0] * sizes[2] == 8
-    for case in [(*sizes, schedule, is_training) for is_training in (True, False)]
+    for case in [(*sizes, schedule)]
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mp", "esp", "expert", "schedule", "is_training"), GRID)
-def test_schedules_send_what_is_predicted(mp, esp, expert, schedule, is_training):
+@pytest.mark.parametrize(("mp", "esp", "expert", "schedule"), GRID)
+def test_schedules_send_what_is_predicted(mp, esp, expert, schedule):
     """The bytes of a compiled layer's large collectives, and how many there are, are
     those of the formulas. In particular the split over the tensor axis causes no
     all_reduce."""
     layer = layer_of(cut(mp, esp, expert, schedule, batch=BATCH, **ALL_ROWS))
-    sent = count_collectives(compile_layer(layer, is_training))
-    if schedule == "base" and esp > mp and is_training:
+    layout, sent = layer.layout, count_collectives(compile_layer(layer))
+    if schedule == "base" and esp > mp:
         groups = esp // mp  # scores and logits of each group's tokens
         size = BATCH * SEQ // expert * EXPERTS * groups
         sent -= Counter({Sent("all_gather", size, groups): 2})
-    shape = MicroBatchShape(
-        BATCH * SEQ // expert, WIDTH, HIDDEN, EXPERTS,
-        top_k=layer.layout.num_devices,  # rows for a token
-        buffer_factor=1.0, itemsize=ITEMSIZE, tensor=mp, expert_shards=esp,
-        sizes={"expert": expert}, is_training=is_training,
+    mesh = {"dc": 1, "data": 1, "expert": expert, "tensor": mp}
+    cost = cost_model(
+        dataclasses.replace(TWO_LEVELS, mesh=mesh), d_model=WIDTH,
+        d_expert=HIDDEN // esp, itemsize=ITEMSIZE, micro_batches=1,
+        other_flops_per_device=0.0, tokens=BATCH * SEQ // expert,
     )  # fmt: skip
+    row_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+    few_we = np.ones((layout.num_devices, EXPERTS))  # one round
     predicted, leaving = defaultdict(float), defaultdict(float)
-    for term in predict(shape, TWO_LEVELS, schedule).terms:
-        if term.bytes and not term.name.endswith("counts"):
+    for term in cost.predict(few_we, row_p, layout).terms:
+        if term.bytes and not term.name.endswith("cards"):
             predicted[term.name.split()[0]] += term.bytes
             # Of weights, gate beside up is one collective and down another.
-            count = term.count * (2 if term.name.endswith("weights") else 1)
+            cargo = term.name.split()[-1]
+            count = term.count * (2 if cargo == "weights" or is_local(term) else 1)
             predicted[term.name.split()[0], "count"] += count
     for (kind, elements, w), count in sent.items():
         leaving[kind] += count * leaving_bytes(kind, elements * ITEMSIZE, w)
         leaving[kind, "count"] += count
     assert predicted == pytest.approx(leaving)
+
+
+def is_local(term) -> bool:
+    """Return whether a term has the gradients of whole experts, under 'local'."""
+    return term.name.startswith("reduce_scatter") and term.name.endswith("gradients")
 
 
 DOMAINS = [

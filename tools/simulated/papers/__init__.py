@@ -1,0 +1,1 @@
+"""The papers' tables beside the price by which a run decides: one module a paper."""
