@@ -201,7 +201,7 @@ def synthetic(
     name, _, text = kind.partition(":")
     if name not in SYNTHETIC or (text and SYNTHETIC[name] is None):
         raise ValueError(
-            f"--synthetic {kind} is unknown: use one of {', '.join(SYNTHETIC)}, or one "
+            f"{kind!r} is no synthetic load: use one of {', '.join(SYNTHETIC)}, or one "
             "with a number, as zipf:1.0, rotating:0.5 or burst:0.5"
         )
     if experts < 2 or samples < 2:
@@ -242,7 +242,7 @@ def _number(kind: str, text: str) -> float:
         number = -1.0
     if not 0 <= number <= (1 if not kind.startswith("zipf") else 100):
         raise ValueError(
-            f"--synthetic {kind}: the number behind the colon must be a share from 0 "
-            "to 1, or zipf's exponent"
+            f"synthetic load {kind!r}: the number behind the colon must be a share "
+            "from 0 to 1, or zipf's exponent"
         )
     return number

@@ -68,15 +68,16 @@ def lines(answers: Answers, cfg: Config, tokens: float, count: int) -> list[str]
     params = num_params(cfg.network)
     best = found[0]
     head = (
-        f"{cluster}, {cluster.num_devices} devices; {params['total'] / 1e9:.1f}e9 "
-        f"parameters, {params['active'] / 1e9:.1f}e9 per token; loads {answers.load}"
+        f"{cluster}, {cluster.num_devices} devices; {_count(params['total'])} "
+        f"parameters, {_count(params['active'])} per token; loads {answers.load}"
     )
     table = [
-        f"{'':3}{'mesh (dc, data, expert, tensor)':34}{'s/step':>8}{'tokens/s':>12}"
+        f"{'':3}{'mesh (dc, data, expert, tensor)':34}{'s/step':>8}{'if rows hide':>14}{'tokens/s':>12}"
         f"{'MFU':>7}{'GiB':>7}{'device h':>12}  how",
         *(_line(n, x, cluster.num_devices, tokens) for n, x in enumerate(found, 1)),
         f"device h: device hours for {tokens:.3g} tokens. Seconds are predicted at the "
-        "stated rates.",
+        "stated rates; 'if rows hide'",
+        "is a step in which other work hides the whole exchange of rows (Moe.halves).",
     ]
     slower = [f"{'':3}seconds of the first: {_parts(best.time)}"]
     slower += [f"{n:<3}{_why(x, best)}" for n, x in enumerate(found[1:], 2)]
@@ -93,12 +94,19 @@ def lines(answers: Answers, cfg: Config, tokens: float, count: int) -> list[str]
     ]  # fmt: skip
 
 
+def _count(number: int) -> str:
+    """Return a number of parameters in words."""
+    size, word = (1e9, "billion") if number >= 1e9 else (1e6, "million")
+    return f"{number / size:.3g} {word}"
+
+
 def _line(number: int, answer: Answer, num_devices: int, tokens: float) -> str:
     """Return the line of an answer in the table."""
     mfu = "" if answer.mfu is None else f"{answer.mfu:.1%}"
     mesh = " x ".join(map(str, answer.cfg.mesh.sizes))
     return (
-        f"{number:<3}{mesh:34}{answer.time.total:8.3g}{answer.tok_per_sec:12,.0f}"
+        f"{number:<3}{mesh:34}{answer.time.total:8.3g}"
+        f"{answer.time.total - answer.time.exchange:14.3g}{answer.tok_per_sec:12,.0f}"
         f"{mfu:>7}{answer.total_bytes / GIB:7.1f}"
         f"{device_hours(answer, num_devices, tokens):12,.0f}  {how(answer)}"
     )
@@ -125,7 +133,8 @@ def how(answer: Answer) -> str:
 def _parts(time: StepTime) -> str:
     """Return the parts of a time that are not 0, in words."""
     parts = dataclasses.asdict(time).items()
-    return ", ".join(f"{name} {sec:.3g}" for name, sec in parts if sec >= 5e-4)
+    least = 1e-3 * time.total
+    return ", ".join(f"{name} {sec:.3g}" for name, sec in parts if sec >= least)
 
 
 def _why(answer: Answer, best: Answer) -> str:
