@@ -23,14 +23,13 @@ import dataclasses
 import math
 import pathlib
 import re
-import tomllib
 from collections.abc import Mapping
 
+from moejax.perf import descriptions
 from moejax.perf import target as targets
 from moejax.perf.target import Target
 
 FOLDER = pathlib.Path(__file__).parent / "clusters"
-SUFFIX = ".toml"
 NODE_DEVICES = 8
 """GPUs of a node, where nothing else is known of it."""
 MAX_DEVICES = 2**20
@@ -141,7 +140,7 @@ def of_device(kind: str, num_devices: int) -> Cluster | None:
 
 def names() -> list[str]:
     """Return the names of the clusters that ship."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return descriptions.names(FOLDER)
 
 
 def load(name: str) -> Cluster:
@@ -150,21 +149,8 @@ def load(name: str) -> Cluster:
     Raises ValueError, in one line, for an unknown name, for a file that cannot be read,
     and for a missing, unknown or wrong field, with its line.
     """
-    path = FOLDER / f"{name}{SUFFIX}"
-    if name not in names():
-        path = pathlib.Path(name)
-        if not path.is_file():
-            raise ValueError(
-                f"no cluster {name!r}: give {', '.join(names())}, or the path of a "
-                f"file with the fields of {FOLDER.name}/h100_2x8{SUFFIX}"
-            )
-    try:
-        text = path.read_text(encoding="utf-8")
-        return _Reader(path, text.splitlines()).cluster(tomllib.loads(text))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+    found = descriptions.read(FOLDER, name, "cluster", "h100_2x8")
+    return _Reader(found.path, found.text.splitlines()).cluster(found.fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,11 @@ description as the text of a protocol buffer, GpuTargetConfigProto.
 import dataclasses
 import math
 import pathlib
-import tomllib
 
+from moejax.perf import descriptions
 from moejax.perf.rates import Rates
 
 FOLDER = pathlib.Path(__file__).parent / "targets"
-SUFFIX = ".toml"
 
 CUDA = (13, 0)
 """Version of CUDA for whose driver the step is compiled."""
@@ -99,7 +98,7 @@ class Target:
 
 def names() -> list[str]:
     """Return the names of the targets that ship."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return descriptions.names(FOLDER)
 
 
 def of_device(kind: str) -> Target | None:
@@ -113,20 +112,7 @@ def load(name: str) -> Target:
     Raises ValueError, in one line, for an unknown name, for a file that cannot be read,
     and for a missing, unknown or wrong field.
     """
-    path = FOLDER / f"{name}{SUFFIX}"
-    if name not in names():
-        path = pathlib.Path(name)
-        if not path.is_file():
-            raise ValueError(
-                f"no target {name!r}: give {', '.join(names())}, or the path of a file "
-                f"with the fields of {FOLDER.name}/h100{SUFFIX}"
-            )
-    try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+    path, _, fields = descriptions.read(FOLDER, name, "target", "h100")
     rates = fields.pop("rates", None)
     if not isinstance(rates, dict):
         raise ValueError(f"{path}: no table [rates]")

@@ -72,8 +72,9 @@ def lines(answers: Answers, cfg: Config, tokens: float, count: int) -> list[str]
         f"parameters, {_count(params['active'])} per token; loads {answers.load}"
     )
     table = [
-        f"{'':3}{'mesh (dc, data, expert, tensor)':34}{'s/step':>8}{'if rows hide':>14}{'tokens/s':>12}"
-        f"{'MFU':>7}{'GiB':>7}{'device h':>12}  how",
+        f"{'':3}{'mesh (dc, data, expert, tensor)':34}{'s/step':>8}"
+        f"{'if rows hide':>14}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}"
+        f"{'device h':>12}  how",
         *(_line(n, x, cluster.num_devices, tokens) for n, x in enumerate(found, 1)),
         f"device h: device hours for {tokens:.3g} tokens. Seconds are predicted at the "
         "stated rates; 'if rows hide'",
