@@ -30,15 +30,22 @@ class Pair(NamedTuple):
     """Shares that the plans meet."""
 
 
-@functools.lru_cache(maxsize=256)
-def pairs(kind: str, num_devices: int, num_experts: int) -> tuple[Pair, ...]:
-    """Return pairs of loads of a kind: 'even', a synthetic kind such as 'zipf:1.0', or
-    the path of recorded loads (.npz).
+def pairs(
+    kind: str, num_devices: int, num_experts: int, num_layers: int
+) -> tuple[Pair, ...]:
+    """Return pairs of loads of a kind, of `num_layers` layers at most: 'even', a
+    synthetic kind such as 'zipf:1.0', or the path of recorded loads (.npz).
 
     Recorded loads of other numbers of devices and experts keep the curve of their
     shares, from the hottest expert to the coldest, and lose differences between source
     devices. Raises ValueError for an unknown kind, and for a file without loads.
     """
+    found = _pairs(kind, num_devices, num_experts)
+    return tuple(Pair(*(share[:num_layers] for share in pair)) for pair in found)
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs(kind: str, num_devices: int, num_experts: int) -> tuple[Pair, ...]:
     if kind == EVEN:
         even_lwe = np.full((1, num_devices, num_experts), 1 / num_devices / num_experts)
         return (Pair(even_lwe, even_lwe),)

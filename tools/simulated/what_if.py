@@ -8,11 +8,12 @@ schedules and methods of balancing that it can have, by their predicted time.
     gather          slots in each layer or once a step, by 'auto' of a run
 
 Each is resolved and priced as a run would be (`moejax.resolve`). What does not fit into
-the memory is tried with smaller micro-batches, and then with more repeated work.
+the memory is tried with more repeated work, or with smaller micro-batches.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from moejax.balance.policies import AUTO
 from moejax.balance.settings import find_policy
 from moejax.config import Config
 from moejax.perf.cluster import Cluster, Device
+from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.groups import GROUP_AXES
+from moejax.plan.layout import Layout
 from moejax.resolve.fitting import find_changes
 from moejax.resolve.gather import SAFE
 from moejax.resolve.memory import state_bytes, step_memory
@@ -203,8 +206,7 @@ def _run(opened: Config, cluster: Cluster) -> Resolved:
     run = _resolved(opened, cluster)
     if _bytes(run) <= usable:
         return run
-    total_of = lambda cfg: _bytes(_resolved(cfg, cluster))  # noqa: E731
-    return _resolved(_fitting(opened, usable, total_of), cluster)
+    return _resolved(_fitting(opened, usable, cluster), cluster)
 
 
 def _balanced(run: Resolved, cluster: Cluster) -> Resolved:
@@ -221,7 +223,7 @@ def _resolved(cfg: Config, cluster: Cluster) -> Resolved:
     return resolve_on(cfg, abstract_gpu(cluster.device.name), usable, cluster)
 
 
-def _fitting(cfg: Config, usable: float, total_of: Callable[[Config], int]) -> Config:
+def _fitting(cfg: Config, usable: float, cluster: Cluster) -> Config:
     """Return the configuration with the first change that makes it fit, of those that
     leave the devices, the batch and the precision alone. Raises ValueError where none
     does."""
@@ -230,13 +232,13 @@ def _fitting(cfg: Config, usable: float, total_of: Callable[[Config], int]) -> C
         kept = ("mesh", "data", "optimizer")
         if any(getattr(changed, name) != getattr(cfg, name) for name in kept):
             raise ValueError("another run")
-        return total_of(changed)
+        return _bytes(_resolved(changed, cluster))
 
-    changes = find_changes(cfg, int(usable), allowed, 1)
-    if not changes:
-        gib = total_of(cfg) / 2**30
+    found = find_changes(cfg, int(usable), allowed, 1)
+    if not found:
+        gib = allowed(cfg) / 2**30
         raise ValueError(f"needs {gib:.0f} GiB of memory, and no change makes it fit")
-    return changes[0].cfg
+    return found[0].cfg
 
 
 def _bytes(run: Resolved) -> int:
@@ -248,26 +250,28 @@ def _bytes(run: Resolved) -> int:
 
 def _best_method(run: Resolved, device: Device, load: str) -> Answer:
     """Return the best of a run's methods for a load."""
-    layout = run.layout
-    loads = pairs(load, layout.num_devices, layout.num_experts)
+    layout, num_layers = run.layout, run.cfg.model.num_moe_layers
+    usable = SAFE * usable_bytes(int(device.memory_bytes))
+    loads = pairs(load, layout.num_devices, layout.num_experts, num_layers)
     rows = rows_per_step(run.cfg, layout) * layout.num_devices
-    times: dict[Method, list[StepTime]] = {}
-    layouts = {}
+    scenes: dict[Method, list[Scene]] = {}
     for pair in loads:
-        for method, (plan, there) in changes(run, pair, rows).items():
+        for method, (plan, there) in changes(run, pair, rows, usable).items():
             scene = Scene(rows * pair.met_lwe, plan, there)
-            times.setdefault(method, []).append(step_time(run, device, scene))
-            layouts[method] = there
-    whole = {
-        method: found for method, found in times.items() if len(found) == len(loads)
+            scenes.setdefault(method, []).append(scene)
+    times = {
+        method: mean_time([step_time(run, device, scene) for scene in found])
+        for method, found in scenes.items()
+        if len(found) == len(loads)  # else a plan does not fit one of the loads
     }
-    best = first_of_the_race({m: mean_time(found).total for m, found in whole.items()})
-    there = dataclasses.replace(run, layout=layouts[best])
-    time = mean_time(whole[best])
-    kind = run.calibration.device_kind
-    figures = speed(run.cfg, time.total, kind)
+    best = first_of_the_race({method: time.total for method, time in times.items()})
+    layouts = [scene.layout for scene in scenes[best]]
+    largest = max(layouts, key=lambda x: (x.rows_per_peer, x.rows_per_device))
+    there = dataclasses.replace(run, layout=largest)
+    time = times[best]
+    figures = speed(run.cfg, time.total, run.calibration.device_kind)
     return Answer(
-        cfg=_named(run, best),
+        cfg=_named(there, best, run.layout),
         method=best,
         time=time,
         total_bytes=_bytes(there),
@@ -276,8 +280,12 @@ def _best_method(run: Resolved, device: Device, load: str) -> Answer:
     )
 
 
-def changes(run: Resolved, pair: Pair, rows: float) -> dict:
-    """Return the plan and the layout of each method of a run for a load."""
+def changes(
+    run: Resolved, pair: Pair, rows: float, usable: float = math.inf
+) -> dict[Method, tuple[ExpertPlan, Layout]]:
+    """Return the plan and the layout of each method of a run for a load of this number
+    of rows. At home buffers fit the load that is met, where that is faster and takes no
+    more than `usable` bytes of a device."""
     settings, home = run.settings, Method("home", run.layout)
     methods = settings.methods or (home,)
     policies = {method: find_policy(settings, method.policy) for method in methods}
@@ -304,8 +312,14 @@ def changes(run: Resolved, pair: Pair, rows: float) -> dict:
         policy_name="home",
     )
     found = method_changes(question)
-    if home in found:  # a run fits its buffers to the pairs that it sees
-        found[home] = few, fitted(question, few, run.layout)
+    if home in found:
+        met_lwe = rows * pair.met_lwe
+        larger = fitted(
+            dataclasses.replace(question, load_lwe=met_lwe), few, run.layout
+        )
+        sec = [run.cost.step_sec(met_lwe, few, x) for x in (run.layout, larger)]
+        if sec[1] < sec[0] and _bytes(run.relaid(larger)) <= usable:
+            found[home] = few, larger
     return found
 
 
@@ -320,8 +334,13 @@ def mean_time(found: list[StepTime]) -> StepTime:
     return StepTime(*map(float, parts))
 
 
-def _named(run: Resolved, method: Method) -> Config:
-    """Return the run's configuration with a method and all choices by name."""
+def _named(run: Resolved, method: Method, first: Layout) -> Config:
+    """Return the run's configuration with a method and all choices by name.
+
+    With a policy a run fits its buffers to the rows that it sees. At home they stay as
+    configured, so that Dispatch.buffer_factor is to give those of the run's layout,
+    where the `first` one has those of the configuration.
+    """
     layout, mine = run.layout, method.layout
     domain = (1, 1)
     if layout.domain is not None:
@@ -335,6 +354,11 @@ def _named(run: Resolved, method: Method) -> Config:
         fields["slots_per_device"] = mine.slots_per_device
     if method.policy == "home" and not mine.makes_replicas:
         fields["store"] = None
+    if method.policy == "home" and layout.rows_per_peer != first.rows_per_peer:
+        names = ("rows_per_peer", "rows_per_device")
+        larger = max(getattr(layout, x) / getattr(first, x) for x in names)
+        factor = larger * run.cfg.dispatch.buffer_factor
+        fields["buffer_factor"] = math.ceil(100 * factor) / 100
     dispatch = dataclasses.replace(run.cfg.dispatch, **fields)
     balance = dataclasses.replace(run.cfg.balance, policy=method.policy)
     return dataclasses.replace(run.cfg, dispatch=dispatch, balance=balance)

@@ -180,7 +180,7 @@ def _even() -> Table:
     there, rows = clusters.load("micromoe").with_outer(1), []
     run = resolve(cfg, abstract_mesh(cfg, abstract_gpu(there.device.name)), None, there)
     for exponent in (0.4, 0.8, 1.0, 1.2, 1.6, 2.0):
-        pair = pairs(f"zipf:{exponent}", 8, 32)[0]
+        pair = pairs(f"zipf:{exponent}", 8, 32, 2)[0]
         _, (plan, layout) = next(
             item
             for item in changes(run, pair, 1e6).items()

@@ -70,7 +70,8 @@ def times(cfg: Config, cluster: Cluster, load: str) -> dict[str, StepTime]:
     rows = rows_per_step(cfg, layout) * layout.num_devices
     policies = {name: policy for policy, name in NAMES.items()}
     found: dict[str, list[StepTime]] = {}
-    for pair in pairs(load, layout.num_devices, layout.num_experts):
+    sizes = layout.num_devices, layout.num_experts, cfg.model.num_moe_layers
+    for pair in pairs(load, *sizes):
         for method, (plan, there) in changes(run, pair, rows).items():
             if policy := policies.get(str(method)):
                 scene = Scene(rows * pair.met_lwe, plan, there)
