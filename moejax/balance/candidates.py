@@ -34,8 +34,11 @@ from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
 from moejax.plan.layout_checks import GATHERED_ONCE
 
 MAX_LAYERS = 4
-"""Number of layers in which methods are compared: a plan of all layers by each policy
-can take longer than the steps until it is asked for."""
+"""Number of layers in which methods and ways are compared: plans of all layers can take
+longer than the steps until they are asked for."""
+MAX_WAYS = 2
+"""Number of other communication schedules and domains that become candidates: the
+second one where the first cannot be compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,18 +260,32 @@ def other_ways(question: Question) -> list[Candidate]:
 def _other_ways(
     question: Question, plan: ExpertPlan
 ) -> Iterator[tuple[ExpertPlan, Layout]]:
-    """Yield a plan and a layout for each other communication schedule and domain.
+    """Yield a plan and a layout for the best other communication schedules and domains.
 
     `plan` is the best known one for the current layout, which stays where units do. For
-    other units the policy plans anew; a domain has room for each expert once.
+    other units the policy plans anew; a domain has room for each expert once. Ways are
+    compared in a few layers, as methods are.
     """
-    now, ways = question.layout, question.ways
-    for way in ways if now.store in question.policy.stores else ():
+    if question.layout.store not in question.policy.stores:
+        return
+    layers, sec = _fullest_layers(question), {}
+    few, few_plan = _at_layers(question, layers), plan_at_layers(plan, layers)
+    for layout in _way_layouts(question):
+        there = _way_plan(few, few_plan, layout)
+        sec[layout] = float(sec_by_layer(few, there, layout).sum())
+    for layout in sorted(sec, key=sec.get)[:MAX_WAYS]:
+        yield _way_plan(question, plan, layout), layout
+
+
+def _way_layouts(question: Question) -> Iterator[Layout]:
+    """Yield the current layout with each other communication schedule and domain."""
+    now = question.layout
+    for way in question.ways:
         if (way.tensor, way.domain) == (now.tensor, now.domain):
             continue
         most = now.num_experts // way.domain_size
         slots = max(min(now.slots_per_device, most), now.experts_per_device)
-        layout = dataclasses.replace(
+        yield dataclasses.replace(
             now,
             tensor=way.tensor,
             domain=way.domain,
@@ -281,13 +298,16 @@ def _other_ways(
             slots_per_device=slots,
             copies_per_device=min(now.copies_per_device, slots),
         )
-        if way.domain == now.domain:
-            yield plan, layout
-            continue
-        starts = question.plan, question.plan.resized(layout)
-        home = ExpertPlan.home_in(layout, question.plan.num_layers)
-        base = next((plan for plan in starts if _fits(plan, layout)), home)
-        yield _plan(question, layout, question.cost, base), layout
+
+
+def _way_plan(question: Question, plan: ExpertPlan, layout: Layout) -> ExpertPlan:
+    """Return the plan for another schedule or domain: `plan` where units stay."""
+    if layout.domain == question.layout.domain:
+        return plan
+    starts = question.plan, question.plan.resized(layout)
+    home = ExpertPlan.home_in(layout, question.plan.num_layers)
+    base = next((plan for plan in starts if _fits(plan, layout)), home)
+    return _plan(question, layout, question.cost, base)
 
 
 def other_methods(question: Question) -> list[Candidate]:
@@ -298,7 +318,7 @@ def other_methods(question: Question) -> list[Candidate]:
     """
     if question.layout.exchange == "capacity":
         return []
-    now, few = question.layout, _fullest_layers(question)
+    now, few = question.layout, _at_layers(question, _fullest_layers(question))
     sec = {
         method: float(sec_by_layer(few, plan, layout).sum())
         for method, (plan, layout) in method_changes(few).items()
@@ -309,21 +329,30 @@ def other_methods(question: Question) -> list[Candidate]:
     return [price(question, *_method_change(question, best), best.policy)]
 
 
-def _fullest_layers(question: Question) -> Question:
-    """Return the question for the MAX_LAYERS layers alone that have most rows on their
-    fullest device."""
+def _fullest_layers(question: Question) -> np.ndarray:
+    """Return the numbers of the MAX_LAYERS layers that have most rows on their fullest
+    device."""
     rows = zip(question.load_lwe, question.plan.slot_to_expert_lp)
     full_l = [device_rows(layer_rows(*x, question.layout)).max() for x in rows]
-    layers = np.sort(np.argsort(np.negative(full_l), kind="stable")[:MAX_LAYERS])
-    plan, together_lee = question.plan, question.together_lee
-    table_lp, owned_le = plan.slot_to_expert_lp[layers], plan.owned_le[layers]
+    return np.sort(np.argsort(np.negative(full_l), kind="stable")[:MAX_LAYERS])
+
+
+def _at_layers(question: Question, layers: np.ndarray) -> Question:
+    """Return the question for these layers alone."""
+    together_lee = question.together_lee
     return dataclasses.replace(
         question,
         load_lwe=question.load_lwe[layers],
         peak_l=question.peak_l[layers],
-        plan=ExpertPlan(table_lp, plan.num_experts, owned_le),
+        plan=plan_at_layers(question.plan, layers),
         together_lee=None if together_lee is None else together_lee[layers],
     )
+
+
+def plan_at_layers(plan: ExpertPlan, layers: np.ndarray | slice) -> ExpertPlan:
+    """Return the plan of some layers alone."""
+    table_lp, owned_le = plan.slot_to_expert_lp[layers], plan.owned_le[layers]
+    return ExpertPlan(table_lp, plan.num_experts, owned_le)
 
 
 def method_changes(question: Question) -> dict[Method, tuple[ExpertPlan, Layout]]:
@@ -516,7 +545,8 @@ def _merge_where_cheaper(
     pays_l = (gain_l > margin * base_sec_l) & (ratio_l <= question.max_ratio)
     num_steps = question.counted_steps(layout)
     for layer in np.flatnonzero(pays_l):
-        rows = [_layer(base, layer), _layer(new, layer)]
+        here = slice(layer, layer + 1)
+        rows = [plan_at_layers(plan, here) for plan in (base, new)]
         move_sec = question.cost.move_sec(*rows, layout)
         pays_l[layer] = gain_l[layer] * num_steps > move_sec
     takes_l1 = pays_l[:, None]
@@ -525,13 +555,6 @@ def _merge_where_cheaper(
         base.num_experts,
         np.where(takes_l1, new.owned_le, base.owned_le),
     )
-
-
-def _layer(plan: ExpertPlan, layer: int) -> ExpertPlan:
-    """Return the plan of one layer alone."""
-    here = slice(layer, layer + 1)
-    table_1p, owned_1e = plan.slot_to_expert_lp[here], plan.owned_le[here]
-    return ExpertPlan(table_1p, plan.num_experts, owned_1e)
 
 
 def _is_changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:

@@ -255,9 +255,8 @@ def check_shards(cfg: Config) -> None:
     """Raise ValueError unless tensor axis, expert shards, schedule and domain fit
     together."""
     mesh, shards, d_expert = cfg.mesh, cfg.expert_shards, cfg.moe.d_expert
-    schedule, group, domain = (
-        getattr(cfg.dispatch, name) for name in ("schedule", "group", "domain")
-    )
+    schedule, group = cfg.dispatch.schedule, cfg.dispatch.group
+    domain = cfg.dispatch.domain or (1, 1)
     if mesh.tensor > 1 or shards > 1 or schedule != "auto":
         name = UNSPLIT if schedule == "auto" else schedule
         inner = Tensor(name, mesh.tensor, shards).inner.get("expert", 1)

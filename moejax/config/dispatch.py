@@ -58,10 +58,11 @@ class Dispatch:
     """Number of parts into which the hidden width of each expert is cut. The parts lie
     along the tensor axis and, if there are more parts than it has devices, along part
     of the expert axis. None: as many parts as the tensor axis has devices."""
-    domain: Literal["auto"] | tuple[int, int] = (1, 1)
+    domain: Literal["auto"] | tuple[int, int] | None = None
     """Size of a domain along (dc, expert), in devices. The devices of a domain gather
     one another's experts, so that rows travel between domains only. 'auto' takes the
-    domain that is fastest by the speeds of Balance.calibration."""
+    domain that is fastest by the speeds of Balance.calibration. None: (1, 1), each
+    device alone; with Balance.policy='auto' the run begins so, and may change it."""
     compression: float | None = None
     """Target compression ratio of the experts that a domain gathers in training: 50
     sends 1/50 of the bytes. An owner sends the largest entries of the difference to the
@@ -109,10 +110,10 @@ class Dispatch:
         require_min(self, 1, "slots_per_device", "expert_shards")
         require_min(self, 1, "compression", "top_up_above", "top_up_copies")
         require(
-            self.compression is None or self.domain != (1, 1),
+            self.compression is None or self.domain not in (None, (1, 1)),
             f"Dispatch.compression={self.compression} compresses experts that a domain "
-            "gathers, and Dispatch.domain is (1, 1), which gathers none: use a larger "
-            "domain or 'auto', or compression=None",
+            f"gathers, and Dispatch.domain is {self.domain}, which gathers none: use a "
+            "larger domain or 'auto', or compression=None",
         )
         require(
             self.buffer_factor > 0,

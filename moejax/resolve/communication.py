@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from moejax.balance.policies import AUTO
 from moejax.choice import Choice
 from moejax.config import Config
 from moejax.perf import terms
@@ -32,6 +33,8 @@ from moejax.resolve.partition import (
 )
 from moejax.resolve.speeds import make_cost_model, naming
 
+ALONE = (1, 1)
+"""Domain of one device."""
 Way = tuple[str, tuple[int, int]]
 """A schedule ('auto' where no layer is cut over a tensor axis) and a domain."""
 
@@ -69,7 +72,8 @@ def choose_communication(
     possible = _possible(cfg, ways, mesh)
     sec: dict[Way, Prediction] = {}
     for way, (named, layout) in possible.items():
-        sec[way] = predict(named, layout, calibration)
+        if cfg.dispatch.domain is not None or way[1] == ALONE:
+            sec[way] = predict(named, layout, calibration)
     best = terms.first_fastest(sec)
     schedules = {s: sec[s, d] for s, d in sec if d == best[1]}
     domains = {d: sec[s, d] for s, d in sec if s == best[0]}
@@ -101,14 +105,16 @@ def even_load(cfg: Config, layout: Layout) -> np.ndarray:
 
 def _open_ways(cfg: Config) -> list[Way]:
     """Return the schedules and domains among which a configuration leaves the choice.
-    Of equally fast ones the first is taken."""
+    Of equally fast ones the first is taken; a run of policy 'auto' begins without
+    domains, unless they are asked for."""
     is_cut = cfg.mesh.tensor > 1 or cfg.expert_shards > 1
-    schedules, domains = [cfg.dispatch.schedule], [cfg.dispatch.domain]
+    schedules, domains = [cfg.dispatch.schedule], [cfg.dispatch.domain or ALONE]
     if is_cut and cfg.dispatch.schedule == "auto":
         schedules = list(SCHEDULES)
-    if cfg.dispatch.domain == "auto":
+    is_open = cfg.dispatch.domain is None and cfg.balance.policy == AUTO
+    if cfg.dispatch.domain == "auto" or is_open:
         # Domains along (dc, expert) that divide the group, smallest first.
-        sizes, domains = group_sizes(cfg), [(1, 1)]
+        sizes, domains = group_sizes(cfg), [ALONE]
         if "data" not in sizes:
             domains = candidate_domains((sizes.get("dc", 1), sizes["expert"]))
     return list(itertools.product(schedules, domains))
@@ -145,7 +151,7 @@ def _named(cfg: Config, schedule: str, domain: tuple[int, int]) -> Config:
     """Return the configuration with this schedule and domain. Without a domain there is
     nothing to compress."""
     fields = {"schedule": schedule, "domain": domain}
-    if domain == (1, 1):
+    if domain == ALONE:
         fields["compression"] = None
     return dataclasses.replace(
         cfg, dispatch=dataclasses.replace(cfg.dispatch, **fields)

@@ -254,3 +254,22 @@ def test_dense_training_is_refused():
         ValueError, match=r"nothing to balance, and Balance.policy='auto'"
     ):
         make_run(dataclasses.replace(cfg, dispatch=Dispatch()))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.2])
+def test_domains_are_open_unless_they_are_named(run_at, exponent):
+    """Over slow links it takes a domain of narrow experts, which have fewer bytes than
+    rows, also for an even load; a run begins without, and a named (1, 1) stays."""
+    narrow = changed("moe", d_expert=64)
+    run = run_at(1e6, narrow)
+    assert run.layout.domain is None
+    assert len(run.settings.ways) == 4  # domains of 1, 2, 4 and 8 devices
+    loads = zipf(run, exponent)
+    auto = watched(run).go(range(1, 100), loads)
+    assert auto.state.layout.domain is not None
+    alone = dataclasses.replace(narrow, dispatch=Dispatch(domain=(1, 1)))
+    named = run_at(1e6, alone)
+    assert not named.settings.ways
+    assert watched(named).go(range(1, 100), loads).state.layout.domain is None
+    policy = dataclasses.replace(narrow, balance=Balance(policy="micromoe"))
+    assert not run_at(1e6, policy).settings.ways

@@ -120,7 +120,7 @@ def how(answer: Answer) -> str:
         words.append(f"group {dispatch.group}")
     if dispatch.schedule != "auto" and answer.cfg.mesh.tensor > 1:
         words.append(dispatch.schedule)
-    if dispatch.domain != (1, 1):
+    if dispatch.domain is not None:
         words.append(f"domain {dispatch.domain[0]} x {dispatch.domain[1]}")
     if answer.cfg.mesh.expert == 1 and dispatch.group == "expert":
         words.append("every device computes all experts")

@@ -17,7 +17,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moejax.balance.candidates import Question, fitted, method_changes
+from moejax.balance.candidates import (
+    Question,
+    fitted,
+    method_changes,
+    plan_at_layers,
+)
 from moejax.balance.methods import Method, first_of_the_race
 from moejax.balance.policies import AUTO
 from moejax.balance.settings import find_policy
@@ -110,7 +115,8 @@ def plain(cfg: Config, cluster: Cluster, load: str) -> Answer:
     """Return plain expert parallelism on a cluster: the fastest mesh with several
     devices along expert, rows along that axis alone, experts at home, and no domain.
     Raises ValueError where none can run."""
-    fields = {"group": "expert", "domain": (1, 1), "compression": None, "split": None}
+    fields = {"group": "expert"}
+    fields |= dict.fromkeys(("domain", "compression", "split"))
     fields |= dict.fromkeys(("store", "slots_per_device", "gather"))
     dispatch = dataclasses.replace(cfg.dispatch, **fields)
     balance = dataclasses.replace(cfg.balance, policy="home", calibration=None)
@@ -289,12 +295,7 @@ def changes(
     settings, home = run.settings, Method("home", run.layout)
     methods = settings.methods or (home,)
     policies = {method: find_policy(settings, method.policy) for method in methods}
-    plan = run.home_plan()
-    few = dataclasses.replace(
-        plan,
-        slot_to_expert_lp=plan.slot_to_expert_lp[: len(pair.planned_lwe)],
-        owned_le=plan.owned_le[: len(pair.planned_lwe)],
-    )
+    few = plan_at_layers(run.home_plan(), slice(len(pair.planned_lwe)))
     question = Question(
         load_lwe=rows * pair.planned_lwe,
         peak_l=np.full(len(pair.planned_lwe), PEAK),
@@ -341,8 +342,7 @@ def _named(run: Resolved, method: Method, first: Layout) -> Config:
     configured, so that Dispatch.buffer_factor is to give those of the run's layout,
     where the `first` one has those of the configuration.
     """
-    layout, mine = run.layout, method.layout
-    domain = (1, 1)
+    layout, mine, domain = run.layout, method.layout, None
     if layout.domain is not None:
         domain = (*(1,) * (2 - len(layout.domain.shared)), *layout.domain.shared)
     fields = {"domain": domain, "store": mine.store, "gather": None}
