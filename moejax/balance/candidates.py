@@ -36,6 +36,10 @@ from moejax.plan.layout_checks import GATHERED_ONCE
 MAX_LAYERS = 4
 """Number of layers in which methods and ways are compared: plans of all layers can take
 longer than the steps until they are asked for."""
+UNSEEN_PEAK = 1.25
+"""Rows of the fullest pair of devices over those of the forecast, for which a method's
+buffers have room where pairs were not observed yet. Home's buffers may be several times
+as large, and smaller ones would need another compilation."""
 MAX_WAYS = 2
 """Number of other communication schedules and domains that become candidates: the
 second one where the first cannot be compiled."""
@@ -375,8 +379,17 @@ def _method_change(question: Question, method: Method) -> tuple[ExpertPlan, Layo
     first step or, where these are cheaper, with rows per peer that fit the plan."""
     layout = method.applied(question.layout)
     plan = _method_plan(question, method, layout)
-    sizes = layout, fitted(question, plan, layout)
+    sizes = layout, fitted(with_pairs(question), plan, layout)
     return plan, min(sizes, key=lambda x: sec_by_layer(question, plan, x).sum())
+
+
+def with_pairs(question: Question) -> Question:
+    """Return the question with a guess of the fullest pairs of devices, where they are
+    not known."""
+    if question.has_pairs:
+        return question
+    peak_l = np.full_like(question.peak_l, UNSEEN_PEAK)
+    return dataclasses.replace(question, has_pairs=True, peak_l=peak_l)
 
 
 def _method_plan(question: Question, method: Method, layout: Layout) -> ExpertPlan:

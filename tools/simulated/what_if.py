@@ -22,6 +22,7 @@ from moejax.balance.candidates import (
     fitted,
     method_changes,
     plan_at_layers,
+    with_pairs,
 )
 from moejax.balance.methods import Method, first_of_the_race
 from moejax.balance.policies import AUTO
@@ -47,9 +48,6 @@ MAX_MESHES = 24
 """Number of meshes that are tried for each size of dc, the most promising ones by the
 rule of `moejax.resolve.meshes`: narrow tensor axes, and expert axes that nodes
 allow."""
-PEAK = 1.2
-"""Rows of the fullest pair of devices over those of the mean load, for which buffers of
-a balanced plan have room; a run measures this."""
 STEPS = 1000
 """Steps over which a change pays. It decides nothing here, since all methods are
 compared by their steps."""
@@ -298,8 +296,8 @@ def changes(
     few = plan_at_layers(run.home_plan(), slice(len(pair.planned_lwe)))
     question = Question(
         load_lwe=rows * pair.planned_lwe,
-        peak_l=np.full(len(pair.planned_lwe), PEAK),
-        has_pairs=True,
+        peak_l=np.ones(len(pair.planned_lwe)),
+        has_pairs=False,
         ratio=1.0,
         plan=few,
         layout=run.layout,
@@ -315,9 +313,8 @@ def changes(
     found = method_changes(question)
     if home in found:
         met_lwe = rows * pair.met_lwe
-        larger = fitted(
-            dataclasses.replace(question, load_lwe=met_lwe), few, run.layout
-        )
+        there = dataclasses.replace(with_pairs(question), load_lwe=met_lwe)
+        larger = fitted(there, few, run.layout)
         sec = [run.cost.step_sec(met_lwe, few, x) for x in (run.layout, larger)]
         if sec[1] < sec[0] and _bytes(run.relaid(larger)) <= usable:
             found[home] = few, larger
