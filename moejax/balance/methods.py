@@ -27,8 +27,8 @@ FIELDS = (
     "store", "split", "slots_per_device", "offers_per_device", "copies_per_device",
     "shadow_price", "exchange_toll", "top_up_slack", "top_up_copies", "top_up_offers",
 )  # fmt: skip
-"""Fields of a layout that belong to its method. Buffers, communication schedule and
-domain do not: they stay when the method changes."""
+"""Fields of a layout that belong to its method. Communication schedule and domain do
+not: they stay when the method changes. Buffers are fitted to its plan."""
 
 
 @dataclasses.dataclass(frozen=True)
