@@ -112,8 +112,8 @@ class Dispatch:
         require(
             self.compression is None or self.domain not in (None, (1, 1)),
             f"Dispatch.compression={self.compression} compresses experts that a domain "
-            f"gathers, and Dispatch.domain is {self.domain}, which gathers none: use a "
-            "larger domain or 'auto', or compression=None",
+            "gathers, and Dispatch.domain is (1, 1), which gathers none: use a larger "
+            "domain or 'auto', or compression=None",
         )
         require(
             self.buffer_factor > 0,
