@@ -22,7 +22,11 @@ import sys
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.perf import cluster as clusters  # noqa: E402
-from tools.launch.arguments import HelpFormatter, add_gin_flags  # noqa: E402
+from tools.launch.arguments import (  # noqa: E402
+    HelpFormatter,
+    add_command,
+    add_gin_flags,
+)
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
@@ -45,18 +49,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="what_if | papers | scale")
 
-    def new_command(name: str, purpose: str, work) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name,
-            help=purpose,
-            description=purpose[0].upper() + purpose[1:] + ".",
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
+    ask, papers, scale = (
+        add_command(commands, name, purpose)
+        for name, purpose in (
+            ("what_if", "rank the ways to run on a cluster"),
+            ("papers", "compare the papers' tables with our price"),
+            ("scale", "compare with plain expert parallelism"),
         )
+    )
+    for command, work in ((ask, _what_if), (papers, _papers), (scale, _scale)):
         command.set_defaults(work=work)
-        return command
-
-    ask = new_command("what_if", "rank the ways to run on a cluster", _what_if)
     _add_run(ask)
     ask.add_argument(
         "--cluster",
@@ -64,11 +66,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"cluster: {', '.join(clusters.names())}, or a TOML file",
     )
     ask.add_argument("--count", type=int, default=8, help="number of ways to print")
-    papers = new_command("papers", "compare the papers' tables with our price", _papers)
     papers.add_argument(
         "--out", type=pathlib.Path, help="Markdown file (default: it is printed)"
     )
-    scale = new_command("scale", "compare with plain expert parallelism", _scale)
     _add_run(scale)
     scale.add_argument(
         "--cluster",
@@ -78,12 +78,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     scale.add_argument(
         "--devices", type=int, default=100_000, help="largest number of devices"
     )
-    for command in commands.choices.values():
-        command.add_argument(
-            "--json",
-            action="store_true",
-            help="print the result as one JSON object on the last line of stdout",
-        )
     return parser.parse_args(argv)
 
 
@@ -130,14 +124,14 @@ def _papers(args: argparse.Namespace) -> int:
 
 
 def _scale(args: argparse.Namespace) -> int:
-    from tools.simulated import scale
+    from tools.simulated import picture, scale
 
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     _check_positive(args, "tokens", "devices")
     found = scale.scale(cfg, clusters.load(args.cluster), args.load, args.devices)
     print("\n".join(scale.lines(found, args.tokens)))
     if args.picture is not None:
-        scale.draw(found, args.picture)
+        picture.draw_sizes(found, args.picture)
     emit(scale.record(found, args.tokens), args.json)
     return DONE
 

@@ -62,7 +62,7 @@ def require_choices(instance: Any) -> None:
         ]
         if not isinstance(value, str) or not choices or str in kinds:
             continue
-        if value in choices:
+        if value in choices:  # the nearest of them is slow to find
             continue
         names = [choice for choice in choices if isinstance(choice, str)]
         near = difflib.get_close_matches(value, names, n=1)

@@ -40,7 +40,6 @@ UNITS = {
     "size": {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20},
 }
 """Units that numbers of a file can have, by what is measured: GB is bytes, Gb bits."""
-LEVEL_FIELDS = {"rate": "rate", "latency": "time"}
 DEVICE_FIELDS = {
     "memory": ("memory_bytes", "size"),
     "dense": ("dense_flops_per_sec", "speed"),
@@ -209,7 +208,9 @@ class _Reader:
         return Device(self._word(table, 0), **values)
 
     def _level(self, table: Mapping, number: int) -> Level:
-        self._require_known(table, {"name", "size", "sharing", *LEVEL_FIELDS}, number)
+        self._require_known(
+            table, {"name", "size", "rate", "latency", "sharing"}, number
+        )
         latency_sec = 0.0
         if "latency" in table:
             latency_sec = self._quantity(table, "latency", "time", number)

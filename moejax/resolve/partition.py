@@ -70,7 +70,7 @@ def partition_of(cfg: Config) -> Partition:
     if tensor is not None and tensor.is_local:
         return Partition(("tensor",), cfg.mesh.tensor, tensor, None)
     sizes = group_sizes(cfg)
-    if dispatch.domain not in (None, (1, 1)):
+    if dispatch.domain != (1, 1):
         shared = dispatch.domain if "dc" in sizes else dispatch.domain[1:]
         domain = Domain(tuple(sizes.values()), shared, dispatch.compression)
     return Partition(tuple(sizes), cfg.group_size, tensor, domain)

@@ -32,6 +32,23 @@ def new_parser(doc: str, **options) -> argparse.ArgumentParser:
     return parser
 
 
+def add_command(commands, name: str, purpose: str) -> argparse.ArgumentParser:
+    """Add a command to those of a program, and return its parser, which has --json."""
+    command = commands.add_parser(
+        name,
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:],
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as one JSON object on the last line of stdout",
+    )
+    return command
+
+
 def add_gin_flags(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Add --gin_file, which is required unless `default` says what stands in its place,
     and --gin_param. Both are lists."""

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 from tools.simulated.report import how
+from tools.simulated.scale import Size
 from tools.simulated.what_if import Answer
 
 COLORS = {
@@ -18,11 +19,7 @@ COLORS = {
 def draw_answers(found: Sequence[Answer], title: str, path: pathlib.Path) -> None:
     """Draw a bar for each answer, of the microseconds that a token takes by part, and
     write the picture."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.5 * len(found)))
     names = [
         f"{' x '.join(map(str, answer.cfg.mesh.sizes))}\n{how(answer)}"
@@ -49,6 +46,36 @@ def draw_answers(found: Sequence[Answer], title: str, path: pathlib.Path) -> Non
     )
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def draw_sizes(found: Sequence[Size], path: pathlib.Path) -> None:
+    """Draw tokens per second and device over devices, and write the picture."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    devices = [size.cluster.num_devices for size in found]
+    for name, color in (("plain", "#bab0ac"), ("best", "#4c78a8")):
+        rates = [
+            getattr(size, name).tok_per_sec / size.cluster.num_devices for size in found
+        ]
+        axes.plot(devices, rates, marker="o", color=color, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("predicted tokens per second and device")
+    axes.set_title(found[-1].cluster.name, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _usec(answer: Answer, part: str) -> float:

@@ -6,7 +6,6 @@ sequences.
 """
 
 import dataclasses
-import pathlib
 import time
 from typing import NamedTuple
 
@@ -125,28 +124,3 @@ def exponent(found: list[Size]) -> float | None:
     devices = [size.cluster.num_devices for size in found]
     sec = [size.planned_sec for size in found]
     return float(np.polyfit(np.log(devices), np.log(sec), 1)[0])
-
-
-def draw(found: list[Size], path: pathlib.Path) -> None:
-    """Draw tokens per second and device over devices, and write the picture."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    devices = [size.cluster.num_devices for size in found]
-    for name, color in (("plain", "#bab0ac"), ("best", "#4c78a8")):
-        rates = [
-            getattr(size, name).tok_per_sec / size.cluster.num_devices for size in found
-        ]
-        axes.plot(devices, rates, marker="o", color=color, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("devices")
-    axes.set_ylabel("predicted tokens per second and device")
-    axes.set_title(found[-1].cluster.name, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)

@@ -1,5 +1,5 @@
-"""What a configuration would be on a cluster that is not here: the meshes, domains,
-schedules and methods of balancing that it can have, by their predicted time.
+"""Rank what a configuration can be on a cluster that is not here, by predicted time:
+meshes, domains, schedules and methods of balancing.
 
     meshes          every division of the devices over dc, data, expert and tensor
     groups          experts along expert, data x expert or dc x expert

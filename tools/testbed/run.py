@@ -29,7 +29,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from tools.launch.arguments import HelpFormatter  # noqa: E402
+from tools.launch.arguments import HelpFormatter, add_command  # noqa: E402
 from tools.launch.workers import make_command  # noqa: E402
 from tools.testbed import pair, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster  # noqa: E402
@@ -53,24 +53,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="run | pair | clean")
 
-    def new_command(name: str, purpose: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=purpose,
-            description=purpose[0].upper() + purpose[1:],
-            formatter_class=HelpFormatter,
+    _add_run(
+        add_command(commands, "run", "run a program on a cluster: run .. -- PROGRAM ..")
+    )
+    _add_pair(
+        add_command(
+            commands, "pair", "compare configurations in turns: pair A [B C ..]"
         )
-
-    _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
-    _add_pair(new_command("pair", "compare configurations in turns: pair A [B C ..]"))
-    clean = new_command("clean", "remove what killed testbeds have left")
+    )
+    clean = add_command(commands, "clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
-    for command in commands.choices.values():
-        command.add_argument(
-            "--json",
-            action="store_true",
-            help="print the result as one JSON object on the last line of stdout",
-        )
     return parser.parse_args(words)
 
 

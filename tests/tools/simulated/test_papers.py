@@ -152,7 +152,7 @@ def test_a_verdict_is_within_the_tolerance_or_equal_words():
 
 
 def test_the_page_has_the_tables_of_today(repo):
-    """Those that take a second; `long` makes the whole page."""
+    """The page has tables that take a second; `long` makes the whole of it."""
     text = (repo / "docs" / "papers.md").read_text(encoding="utf-8")
     for table in hybridep.tables():
         assert markdown(table) in text

@@ -1,5 +1,5 @@
-"""What a configuration would be on a described cluster: the answers are those of a run
-that is configured so, and laws of prices hold."""
+"""Test that the answers about a described cluster are those of a run that is
+configured so, and that laws of prices hold."""
 
 import dataclasses
 

@@ -2,13 +2,11 @@
 
 import functools
 
-import numpy as np
-
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.perf.cluster import Cluster
 from moejax.plan.layout import Topology
 from moejax.resolve.partition import rows_per_step
-from moejax.resolve.resolved import resolve
+from moejax.resolve.resolved import Resolved, resolve
 from moejax.resolve.step_time import Scene, StepTime
 from tools.simulated.loads import pairs
 from tools.simulated.what_if import changes, mean_time, step_time
@@ -61,11 +59,16 @@ def configuration(
     )  # fmt: skip
 
 
+def resolved(cfg: Config, cluster: Cluster) -> Resolved:
+    """Return the run on devices of a cluster, whose memory does not count."""
+    mesh = abstract_mesh(cfg, abstract_gpu(cluster.device.name))
+    return resolve(cfg, mesh, None, cluster)
+
+
 @functools.lru_cache(maxsize=64)
 def times(cfg: Config, cluster: Cluster, load: str) -> dict[str, StepTime]:
     """Return the predicted time of a step under each policy of NAMES that can run."""
-    mesh = abstract_mesh(cfg, abstract_gpu(cluster.device.name))
-    run = resolve(cfg, mesh, None, cluster)
+    run = resolved(cfg, cluster)
     layout = run.layout
     rows = rows_per_step(cfg, layout) * layout.num_devices
     policies = {name: policy for policy, name in NAMES.items()}
@@ -84,7 +87,3 @@ def times(cfg: Config, cluster: Cluster, load: str) -> dict[str, StepTime]:
 def gain(found: dict[str, StepTime], policy: str, over: str = "home") -> float:
     """Return how many times as fast one policy is as another."""
     return found[over].total / found[policy].total
-
-
-def mean(values: list[float]) -> float:
-    return float(np.mean(values))

@@ -7,11 +7,10 @@ from typing import NamedTuple
 from moejax.config import Config
 from moejax.model.flops import flops_per_token
 from moejax.perf import cluster as clusters
-from moejax.resolve.resolved import resolve
+from moejax.plan.layout import Topology
 from moejax.resolve.step_time import StepTime, predict
-from tools.simulated.papers.models import configuration
+from tools.simulated.papers.models import configuration, resolved
 from train.config import gin_reader
-from train.dry_run import abstract_gpu, abstract_mesh
 
 QWEN = pathlib.Path(__file__).resolve().parents[3] / "configs/qwen3_30b_a3b.gin"
 CLUSTER = "h100_2x8"
@@ -127,9 +126,7 @@ def markdown() -> str:
 
 def _step(cfg: Config, cluster: str = CLUSTER) -> StepTime:
     there = clusters.load(cluster)
-    mesh = abstract_mesh(cfg, abstract_gpu(there.device.name))
-    run = resolve(cfg, mesh, None, there)
-    return predict(run, there.device, 0)
+    return predict(resolved(cfg, there), there.device, 0)
 
 
 def _square_cube() -> float:
@@ -144,8 +141,6 @@ def _square_cube() -> float:
 
 
 def _gpt(scale: int) -> Config:
-    from moejax.plan.layout import Topology
-
     cfg = configuration(
         Topology(expert=16), layers=12, d_model=1024 * scale, hidden=3072 * scale,
         experts=16, top_k=2, batch=64, length=1024, dtype="bfloat16",
@@ -157,8 +152,6 @@ def _gpt(scale: int) -> Config:
 
 def _local() -> float:
     """Return how many times as fast schedule 'local' is as 'base' on one node."""
-    from moejax.plan.layout import Topology
-
     cfg = dataclasses.replace(_gpt(1), mesh=Topology(tensor=8))
     sec = {}
     for schedule in ("local", "base"):

@@ -19,8 +19,9 @@ A generated page. A *price* is a prediction of the cost model that chooses commu
 schedules, domains and policies in training (`moejax/perf`), at the rates of the cluster
 that the paper describes (`moejax/perf/clusters`). A figure counts as reproduced if the
 price is within {TOLERANCE:.0%} of it, where nothing else is said. Settings that a paper
-does not give are marked as ours, stated once for a table, and fitted to no row. Nothing
-on this page was measured on the papers' machines.
+does not give are marked as ours, stated once for a table, and fitted to no row; where
+one was changed after a first price, both are here. The summary counts numbers, not rows
+of a formula. Nothing on this page was measured on the papers' machines.
 """
 PARTS = {
     "HybridEP": (hybridep, "arXiv 2510.19470"),
@@ -45,8 +46,9 @@ def make() -> tuple[str, dict]:
 
 
 def _counts(table: Table) -> tuple[int, int]:
-    """Return how many rows of a table are reproduced, and how many are not."""
-    verdicts = [row.verdict for row in table.rows]
+    """Return how many figures of a table are reproduced, and how many are not. Rows of
+    words, such as those of a formula, count as none."""
+    verdicts = [row.verdict for row in table.rows if row.ratio is not None]
     return verdicts.count("yes"), verdicts.count("no")
 
 
@@ -54,7 +56,8 @@ def _summary(every: list[Table]) -> str:
     lines = ["| table | reproduced | not |", "|---|--:|--:|"]
     for table in every:
         yes, no = _counts(table)
-        lines.append(f"| {table.title} | {yes} | {no} |")
+        if yes + no:
+            lines.append(f"| {table.title} | {yes} | {no} |")
     yes, no = (sum(x) for x in zip(*map(_counts, every)))
     lines.append(f"| all | {yes} | {no} |")
     return "\n".join(lines) + "\n"

@@ -33,7 +33,6 @@ def tables() -> list[Table]:
     best = np.array([min(x[s] for s in SCHEDULES[1:3]) for x in layer_sec])
     ours = np.array([x["s1h"] for x in layer_sec])
     rows = (
-        Row("layers", 1296, len(layer_sec)),
         Row("slowest gain of a layer", 1.13, float(whole.min()), "x",
             note="the paper's are means by cluster, MP and ESP, as far as is known"),
         Row("largest gain of a layer", 5.77, float(whole.max()), "x",
