@@ -133,6 +133,9 @@ def test_our_clocks_and_the_price_agree():
     cells = clocks.cells()
     assert clocks.correlation(cells) >= 0.95
     assert sum(cell.is_right for cell in cells) >= 9
+    found, right, pairs = clocks.race_figures()
+    assert found >= 0.95
+    assert right >= 0.9 * pairs
     best = min(cells[0].measured_sec)
     right = clocks.Cell("", ("a", "b"), (best, 1.05 * best), (2.0, 1.0))
     wrong = clocks.Cell("", ("a", "b"), (best, 1.5 * best), (2.0, 1.0))

@@ -1,7 +1,6 @@
 """Pro-Prophet, FlexMoE and MicroMoE: policies of balancing, on whole models."""
 
 import functools
-import pathlib
 from statistics import fmean
 
 from moejax.balance.candidates import ratio_by_layer
@@ -9,13 +8,10 @@ from moejax.perf import cluster as clusters
 from moejax.perf.stated import cluster_calibration
 from moejax.plan.layout import Topology
 from tools.simulated.loads import pairs
-from tools.simulated.papers.models import configuration, gain, resolved, times
+from tools.simulated.papers.models import TRACE, configuration, gain, resolved, times
 from tools.simulated.papers.row import Row, Table, noted
 from tools.simulated.what_if import changes
 
-TRACE = pathlib.Path(__file__).resolve().parents[3] / "tests/golden/routing.npz"
-"""Twenty samples of a GPT without an effective balancing loss (SmartMoE's artifact,
-USENIX ATC'23): the skew that the papers' first iterations have, and not their own."""
 PROPHET = {
     "S": (12, 512, 1024), "M": (12, 1024, 2048), "L": (12, 2048, 4096),
     "DS": (24, 512, 1024), "DM": (24, 1024, 2048),

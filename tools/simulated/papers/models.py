@@ -1,6 +1,7 @@
 """Whole models of the papers as configurations, priced under each policy."""
 
 import functools
+import pathlib
 
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.perf.cluster import Cluster
@@ -12,6 +13,9 @@ from tools.simulated.loads import pairs
 from tools.simulated.what_if import changes, mean_time, step_time
 from train.dry_run import abstract_gpu, abstract_mesh
 
+TRACE = pathlib.Path(__file__).resolve().parents[3] / "tests/golden/routing.npz"
+"""Twenty samples of a GPT without an effective balancing loss (SmartMoE's artifact,
+USENIX ATC'23): the skew that the papers' first iterations have, and not their own."""
 NAMES = {
     "home": "home in store owned",
     "fastermoe": "fastermoe in store transient",
