@@ -173,6 +173,33 @@ def test_swiglu_equals_the_definition(implementation):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_experts_have_the_bits_of_their_products(dtype):
+    x_md, into_gdh, down_gfd, dy_md = (a.astype(dtype) for a in swiglu_operands())
+    x_md, dy_md = (a.at[NUM_OWNED:].set(jnp.nan) for a in (x_md, dy_md))
+    rows_g = jnp.asarray(make_rows("zipf", NUM_OWNED, NUM_GROUPS, seed=3))
+    p = portable.products(BLOCK_ROWS)
+
+    @jax.jit
+    def one_by_one():
+        h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
+        dinto_mh, h_again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
+        dx_md = p.dgrad(dinto_mh, into_gdh, rows_g)
+        dinto_gdh = p.wgrad(x_md, dinto_mh, rows_g)
+        ddown_gfd = p.wgrad(h_again_mf, dy_md, rows_g)
+        y_md = p.forward(h_mf, down_gfd, rows_g)
+        return y_md, into_mh, dx_md, dinto_gdh, ddown_gfd
+
+    @jax.jit
+    def whole():
+        weights = into_gdh, down_gfd, rows_g
+        y_md, into_mh = p.experts.forward(x_md, *weights)
+        return y_md, into_mh, *p.experts.backward(dy_md, x_md, into_mh, *weights)
+
+    for expected, actual in zip(one_by_one(), whole(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_inside_shard_map():
     """Each of 8 devices has its own rows_g, with check_vma. The shared weight gets
     summed gradients, and the other weight gets its own."""

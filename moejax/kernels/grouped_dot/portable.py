@@ -1,30 +1,37 @@
-"""The three grouped products as loops over blocks of rows, for any XLA device.
+"""The three grouped products as loops over blocks of rows (blocks.py), for any XLA
+device, and the SwiGLU expert of its group in one such loop for each pass.
 
-    rows of x     | group 0: 940 rows                 | group 1: 90 | group 3: 40 |
-    blocks of 512 | 512 whole | 256 whole | tail 192  | tail of 96  | tail of 64  |
-
-Loops have trip counts that are known at run time only, so that empty groups and padding
-cost nothing. The matrix of a group is sliced once. Blocks begin at the group's own
-first row. Whole blocks need no mask. The remaining rows are computed in one tail block,
-of the smallest of a few sizes that holds them. Its other rows are masked by selection,
-and never by a product with zero, because padding may hold NaN.
+The matrix of a group is sliced once. An expert in one loop leaves no array of its
+hidden width but the one that the backward pass reads, and computes nothing for rows
+that no group owns.
 """
 
 from collections.abc import Callable
-from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import zeros_varying_as
-from moejax.kernels.grouped_dot.products import Products, compose_products
-
-TAIL_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows that a tail block can have, up to the rows of a whole block. Many
-sizes leave few rows unused, and unused rows were most of the cost above a dense
-product; but each size is compiled in every product."""
+from moejax.kernels.grouped_dot.blocks import (
+    accumulator,
+    default_block_rows,
+    dot,
+    for_each_block,
+    for_each_group,
+    matrix_of,
+    outer,
+    put,
+    take,
+    whole_blocks,
+    zeros_of,
+)
+from moejax.kernels.grouped_dot.products import (
+    Experts,
+    Products,
+    activate,
+    activation_gradient,
+    compose_products,
+)
 
 
 def products(block_rows: int | None = None) -> Products:
@@ -38,14 +45,9 @@ def products(block_rows: int | None = None) -> Products:
 
         return call
 
-    return compose_products(*map(with_block_rows, (forward, dgrad, wgrad)))
-
-
-def default_block_rows(num_rows: int, num_groups: int) -> int:
-    """Return the smallest power of two above the mean rows of a group, limited to 128
-    to 512."""
-    mean = max(1, num_rows // num_groups)
-    return min(512, max(128, 1 << mean.bit_length()))
+    composed = compose_products(*map(with_block_rows, (forward, dgrad, wgrad)))
+    passes = map(with_block_rows, (experts_forward, experts_backward))
+    return composed._replace(experts=Experts(*passes))
 
 
 def forward(
@@ -79,37 +81,25 @@ def wgrad(
     """Return x.T @ dy over the rows of each group; zero for an empty group."""
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
 
-    def contract(x_cd: Array, dy_cf: Array) -> Array:
-        # The barrier makes the copy that slices x transpose it, not the product.
-        # XLA:CPU has two products, and the faster one takes no transposed left side.
-        return _dot(lax.optimization_barrier(x_cd.T), dy_cf, contract=(1, 0))
-
     def of_group(group: Array, start: Array, end: Array, dw_gdf: Array) -> Array:
-        def tail(size: int, first: Array) -> Array:
-            is_own_c1 = _is_own(first, size, start_tail, end)
-            x_cd, dy_cf = (_take(a, first, size) for a in (x_md, dy_mf))
-            return contract(
-                jnp.where(is_own_c1, x_cd, 0), jnp.where(is_own_c1, dy_cf, 0)
-            )
+        def of_tail(size: int) -> Array:
+            first, is_own_c1 = tail.block(size)
+            x_cd, dy_cf = (take(a, first, size) for a in (x_md, dy_mf))
+            return outer(jnp.where(is_own_c1, x_cd, 0), jnp.where(is_own_c1, dy_cf, 0))
 
         def add_block(first: Array, size: int, dw_df: Array) -> Array:
-            x_cd, dy_cf = (_take(a, first, size) for a in (x_md, dy_mf))
-            return dw_df + contract(x_cd, dy_cf)
+            x_cd, dy_cf = (take(a, first, size) for a in (x_md, dy_mf))
+            return dw_df + outer(x_cd, dy_cf)
 
-        spans, start_tail = _whole_blocks(start, end, block_rows)
-        shape = (d, f), _accumulator(x_md)
+        spans, tail = whole_blocks(start, end, block_rows, num_rows)
+        nothing = zeros_varying_as(dw_gdf, (d, f), accumulator(x_md))
         # The tail comes first and makes the accumulator, which saves writing zeros.
-        dw_df = _switch_tail(
-            (start_tail, end, num_rows),
-            block_rows,
-            tail,
-            lambda _: zeros_varying_as(dw_gdf, *shape),
-        )
-        dw_df = _for_each_block(spans, add_block, dw_df)
-        return _put(dw_gdf, dw_df[None].astype(dw_gdf.dtype), (group, 0, 0))
+        dw_df = tail.switch(of_tail, nothing)
+        dw_df = for_each_block(spans, add_block, dw_df)
+        return put(dw_gdf, dw_df[None].astype(dw_gdf.dtype), (group, 0, 0))
 
     dw_gdf = zeros_varying_as(x_md, (rows_g.shape[0], d, f), x_md.dtype)
-    return _for_each_group(rows_g, of_group, dw_gdf)
+    return for_each_group(rows_g, of_group, dw_gdf)
 
 
 def _rows_product(
@@ -117,140 +107,129 @@ def _rows_product(
 ) -> Array:
     """Return the rows of x times the matrix of their group, contracted over dim
     `contract_w` of the matrix."""
-    num_rows = x_md.shape[0]
-    width_out = w_gdf.shape[2 - contract_w]
 
-    def of_group(group: Array, start: Array, end: Array, y_mf: Array) -> Array:
-        w_df = lax.dynamic_index_in_dim(
-            w_gdf, group, 0, keepdims=False, allow_negative_indices=False
-        )
+    def rows_of(group: Array) -> Callable:
+        w_df = matrix_of(w_gdf, group)
 
-        def product(first: Array, size: int) -> Array:
-            x_cd = _take(x_md, first, size)
-            return _dot(x_cd, w_df, contract=(1, contract_w)).astype(x_md.dtype)
+        def compute(first: Array, size: int) -> tuple[Array]:
+            x_cd = take(x_md, first, size)
+            return (dot(x_cd, w_df, contract=(1, contract_w)).astype(x_md.dtype),)
 
-        def whole(first: Array, size: int, y_mf: Array) -> Array:
-            return _put(y_mf, product(first, size), (first, 0))
+        return compute
 
-        def tail(size: int, first: Array) -> Array:
-            is_own_c1 = _is_own(first, size, start_tail, end)
-            y_cf = jnp.where(is_own_c1, product(first, size), _take(y_mf, first, size))
-            return _put(y_mf, y_cf, (first, 0))
-
-        spans, start_tail = _whole_blocks(start, end, block_rows)
-        y_mf = _for_each_block(spans, whole, y_mf)
-        rest = start_tail, end, num_rows
-        return _switch_tail(rest, block_rows, tail, lambda _: y_mf)
-
-    y_mf = zeros_varying_as(x_md, (num_rows, width_out), x_md.dtype)
-    return _for_each_group(rows_g, of_group, y_mf)
+    shape = x_md.shape[0], w_gdf.shape[2 - contract_w]
+    zeros = (zeros_of(x_md, shape),)
+    return _by_blocks(rows_g, rows_of, zeros, block_rows)[0]
 
 
-def _for_each_group(
-    rows_g: Array, of_group: Callable[[Array, Array, Array, Array], Array], carry: Array
-) -> Array:
-    """Loop over the groups that have rows, and return the last carry.
-
-    Each iteration computes carry = of_group(group, start, end, carry), where start is
-    the group's first row and end the row after its last one.
-    """
-    ends_g = jnp.cumsum(rows_g, dtype=jnp.int32)  # int32 for any dtype of rows_g
-
-    def has_rows(state: tuple[Array, Array]) -> Array:
-        return state[0] < ends_g[-1]
-
-    def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, carry = state
-        group = jnp.sum(ends_g <= start, dtype=jnp.int32)  # the owner of row `start`
-        end = lax.dynamic_index_in_dim(
-            ends_g, group, keepdims=False, allow_negative_indices=False
-        )
-        return end, of_group(group, start, end, carry)
-
-    start = zeros_varying_as(ends_g, (), ends_g.dtype)
-    return lax.while_loop(has_rows, body, (start, carry))[1]
-
-
-def _whole_blocks(
-    start: Array, end: Array, block_rows: int
-) -> tuple[list[tuple[Array, Array, int]], Array]:
-    """Return the spans of whole blocks of the group with rows [start, end), and the
-    first row after them.
-
-    A span is (first row, number of blocks, rows of a block). Blocks have two sizes if a
-    whole block is larger than the largest tail.
-    """
-    spans = []
-    for size in sorted({block_rows, min(block_rows, TAIL_ROWS[-1])}, reverse=True):
-        num_blocks = lax.div(end - start, jnp.int32(size))
-        spans.append((start, num_blocks, size))
-        start = start + num_blocks * size
-    return spans, start
-
-
-def _for_each_block(
-    spans: list[tuple[Array, Array, int]],
-    of_block: Callable[[Array, int, Array], Array],
-    carry: Array,
-) -> Array:
-    """Loop over the blocks of all spans with carry = of_block(first row, rows, carry),
-    and return the last carry."""
-    for start, num_blocks, size in spans:
-
-        def body(i, carry, start=start, size=size):
-            return of_block(start + i * size, size, carry)
-
-        carry = lax.fori_loop(0, num_blocks, body, carry)
-    return carry
-
-
-def _switch_tail(
-    rest: tuple[Array, Array, int],
+def _by_blocks(
+    rows_g: Array,
+    rows_of: Callable[[Array], Callable[[Array, int], tuple[Array, ...]]],
+    made: tuple[Array, ...],
     block_rows: int,
-    tail: Callable[[int, Array], Array],
-    nothing: Callable[[Array], Array],
-) -> Array:
-    """Return tail(size, first) for the remaining rows of a group, or nothing(first) if
-    there are none.
+) -> tuple[Array, ...]:
+    """Return arrays [m, ..] with the rows of all groups written into them, block by
+    block: rows_of(group)(first row, number of rows) are those of a block."""
 
-    `rest` is (start, end, number of rows of the buffer), and size is the smallest tail
-    size that holds the rows [start, end). The block begins at row start, or earlier
-    where it would otherwise end outside of the buffer.
-    """
-    start, end, num_rows = rest
-    largest = min(block_rows, TAIL_ROWS[-1])
-    sizes = [size for size in TAIL_ROWS if size < largest] + [largest]
-    size_b = jnp.array([0, *sizes], jnp.int32)
-    which = jnp.sum(end - start > size_b, dtype=jnp.int32)
-    first = jnp.minimum(start, num_rows - size_b[which])
-    return lax.switch(which, [nothing] + [partial(tail, s) for s in sizes], first)
+    def of_group(group: Array, start: Array, end: Array, made: tuple) -> tuple:
+        compute = rows_of(group)
 
+        def whole(first: Array, size: int, made: tuple) -> tuple:
+            blocks = compute(first, size)
+            return tuple(put(y, block, (first, 0)) for y, block in zip(made, blocks))
 
-def _is_own(first: Array, size: int, start: Array, end: Array) -> Array:
-    """Return which of the `size` rows from row `first` are in [start, end), bool
-    [size, 1]."""
-    row_c1 = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-    return (start <= row_c1) & (row_c1 < end)
+        def of_tail(size: int) -> tuple:
+            blocks = compute(tail.block(size)[0], size)
+            return tuple(tail.in_window(block) for block in blocks)
+
+        spans, tail = whole_blocks(start, end, block_rows, len(made[0]))
+        made = for_each_block(spans, whole, made)
+        most = tail.sizes[-1]
+        nothing = tuple(zeros_varying_as(y, (most, y.shape[1]), y.dtype) for y in made)
+        return tuple(map(tail.put, made, tail.switch(of_tail, nothing)))
+
+    return for_each_group(rows_g, of_group, made)
 
 
-def _take(x_md: Array, first: Array, size: int) -> Array:
-    """Return `size` rows of x from row `first`."""
-    return lax.dynamic_slice_in_dim(x_md, first, size, 0, allow_negative_indices=False)
+def experts_forward(
+    x_md: Float[Array, "m d"],
+    into_gdh: Float[Array, "g d h"],
+    down_gfd: Float[Array, "g f d"],
+    rows_g: Int[Array, " g"],
+    block_rows: int,
+) -> tuple[Float[Array, "m d"], Float[Array, "m h"]]:
+    """Return the rows of x through the expert of their group, and into = [gate, up];
+    zero in rows past sum(rows_g)."""
+
+    def rows_of(group: Array) -> Callable:
+        into_dh, down_fd = matrix_of(into_gdh, group), matrix_of(down_gfd, group)
+
+        def compute(first: Array, size: int) -> tuple[Array, Array]:
+            x_cd = take(x_md, first, size)
+            into_ch = dot(x_cd, into_dh, contract=(1, 0)).astype(x_cd.dtype)
+            y_cd = dot(activate(into_ch), down_fd, contract=(1, 0))
+            return y_cd.astype(x_cd.dtype), into_ch
+
+        return compute
+
+    shapes = x_md.shape, (x_md.shape[0], into_gdh.shape[2])
+    zeros = tuple(zeros_of(x_md, shape) for shape in shapes)
+    return _by_blocks(rows_g, rows_of, zeros, block_rows)
 
 
-def _put(y: Array, block: Array, first: tuple) -> Array:
-    """Return y with a block written at the indices `first`."""
-    first = tuple(jnp.int32(index) for index in first)
-    return lax.dynamic_update_slice(y, block, first, allow_negative_indices=False)
+def experts_backward(
+    dy_md: Float[Array, "m d"],
+    x_md: Float[Array, "m d"],
+    into_mh: Float[Array, "m h"],
+    into_gdh: Float[Array, "g d h"],
+    down_gfd: Float[Array, "g f d"],
+    rows_g: Int[Array, " g"],
+    block_rows: int,
+) -> tuple[Float[Array, "m d"], Float[Array, "g d h"], Float[Array, "g f d"]]:
+    """Return the cotangents of x, into and down for the cotangent dy of the experts'
+    result; zero in rows past sum(rows_g), and for an empty group."""
+    num_rows = x_md.shape[0]
 
+    def of_group(group: Array, start: Array, end: Array, made: tuple) -> tuple:
+        into_dh, down_fd = matrix_of(into_gdh, group), matrix_of(down_gfd, group)
+        dx_md, *dw_gs = made
 
-def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
-    """Return the product of two matrices over the dims `contract` of x and of y, in the
-    accumulator's dtype."""
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=_accumulator(x))
+        def compute(arrays: list[Array]) -> tuple[Array, Array, Array]:
+            dy_cd, x_cd, into_ch = arrays
+            dh_cf = dot(dy_cd, down_fd, contract=(1, 1)).astype(x_cd.dtype)
+            dinto_ch, h_cf = activation_gradient(dh_cf, into_ch)
+            dx_cd = dot(dinto_ch, into_dh, contract=(1, 1)).astype(x_cd.dtype)
+            return dx_cd, outer(x_cd, dinto_ch), outer(h_cf, dy_cd)
 
+        def taken(first: Array, size: int) -> list[Array]:
+            return [take(a, first, size) for a in (dy_md, x_md, into_mh)]
 
-def _accumulator(x: Array) -> jax.typing.DTypeLike:
-    """Return the dtype of sums over x: float32 or wider."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+        def of_tail(size: int) -> tuple:
+            first, is_own_c1 = tail.block(size)
+            owned = [jnp.where(is_own_c1, a, 0) for a in taken(first, size)]
+            dx_cd, *dw = compute(owned)
+            return tail.in_window(dx_cd), *dw
+
+        def add_block(first: Array, size: int, sums: tuple) -> tuple:
+            dx_md, *dw = sums
+            dx_cd, *more = compute(taken(first, size))
+            dw = (total + part for total, part in zip(dw, more))
+            return put(dx_md, dx_cd, (first, 0)), *dw
+
+        spans, tail = whole_blocks(start, end, block_rows, num_rows)
+        shape = tail.sizes[-1], x_md.shape[1]
+        nothing = (
+            zeros_varying_as(dx_md, shape, x_md.dtype),
+            *(zeros_varying_as(w, w.shape[1:], wide) for w in dw_gs),
+        )
+        # The tail comes first and makes the sums, which saves writing zeros.
+        dx_cd, *dw = tail.switch(of_tail, nothing)
+        dx_md = tail.put(dx_md, dx_cd)
+        dx_md, *dw = for_each_block(spans, add_block, (dx_md, *dw))
+        rows = (w[None].astype(w_g.dtype) for w, w_g in zip(dw, dw_gs))
+        return dx_md, *(put(w_g, row, (group, 0, 0)) for w_g, row in zip(dw_gs, rows))
+
+    wide = accumulator(x_md)
+    like = (x_md, into_gdh, down_gfd)
+    zeros = tuple(zeros_of(x_md, a.shape) for a in like)
+    return for_each_group(rows_g, of_group, zeros)

@@ -3,9 +3,8 @@
     into_mh = x @ into_gdh, gate in columns [:f] and up in [f:]     h = 2 f
     h_mf    = silu(gate) * up                                       dh_mf = dy @ down.T
 
-Unfused SwiGLU applies the activation in a pass over all rows after the product. Fusing
-it into the loop over blocks, while a block is in cache, gained nothing on CPUs: see
-docs/log.md.
+Unfused SwiGLU applies the activation in a pass over all rows after the product. An
+implementation may compute whole experts in one pass instead (`Experts`).
 """
 
 from collections.abc import Callable
@@ -18,6 +17,17 @@ from jaxtyping import Array, Float, Int
 
 Product = Callable[[Array, Array, Array], Array]
 """Grouped product (rows, matrices, rows_g) -> rows."""
+
+
+class Experts(NamedTuple):
+    """SwiGLU experts, each of them in one pass over the rows. Rows past sum(rows_g) are
+    as in Products."""
+
+    forward: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+    """(x_md, into_gdh, down_gfd, rows_g) -> (y_md, into_mh)."""
+    backward: Callable[..., tuple[Array, Array, Array]]
+    """(dy_md, x_md, into_mh, into_gdh, down_gfd, rows_g) -> the cotangents of x_md,
+    into_gdh and down_gfd."""
 
 
 class Products(NamedTuple):
@@ -40,6 +50,8 @@ class Products(NamedTuple):
     swiglu_dgrad: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
     """(dy_md, down_gfd, into_mh, rows_g) -> (dinto_mh, h_mf): the cotangent of into_mh
     for the cotangent dy of h @ down, and h, computed again."""
+    experts: Experts | None = None
+    """Whole experts in one pass. None: they are made of the products above."""
 
 
 def compose_products(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
@@ -61,8 +73,7 @@ def _swiglu(
     activation is computed in float32 or wider. _swiglu_dgrad needs into_mh.
     """
     into_mh = forward(x_md, into_gdh, rows_g)
-    gate_mf, up_mf = _gate_and_up(into_mh)
-    return (jax.nn.silu(gate_mf) * up_mf).astype(x_md.dtype), into_mh
+    return activate(into_mh), into_mh
 
 
 def _swiglu_dgrad(
@@ -79,14 +90,29 @@ def _swiglu_dgrad(
     results. h_mf is computed again for the gradient of down, so that the forward pass
     need not save it.
     """
-    dh_mf = _wide(dgrad(dy_md, down_gfd, rows_g))
+    return activation_gradient(dgrad(dy_md, down_gfd, rows_g), into_mh)
+
+
+def activate(into_mh: Float[Array, "m h"]) -> Float[Array, "m f"]:
+    """Return h = silu(gate) * up, computed in float32 or wider, in the dtype of
+    into_mh."""
+    gate_mf, up_mf = _gate_and_up(into_mh)
+    return (jax.nn.silu(gate_mf) * up_mf).astype(into_mh.dtype)
+
+
+def activation_gradient(
+    dh_mf: Float[Array, "m f"], into_mh: Float[Array, "m h"]
+) -> tuple[Float[Array, "m h"], Float[Array, "m f"]]:
+    """Return the cotangent of into_mh for that of h, and h, computed again, both in the
+    dtype of dh_mf."""
+    dtype, dh_mf = dh_mf.dtype, _wide(dh_mf)
     gate_mf, up_mf = _gate_and_up(into_mh)
     sigmoid_mf = jax.nn.sigmoid(gate_mf)
     silu_mf = gate_mf * sigmoid_mf
     # The derivative of silu is sigmoid + silu (1 - sigmoid).
     dgate_mf = dh_mf * up_mf * (sigmoid_mf + silu_mf * (1 - sigmoid_mf))
     dinto_mh = jnp.concatenate([dgate_mf, dh_mf * silu_mf], axis=1)
-    return dinto_mh.astype(dy_md.dtype), (silu_mf * up_mf).astype(dy_md.dtype)
+    return dinto_mh.astype(dtype), (silu_mf * up_mf).astype(dtype)
 
 
 def _gate_and_up(into_mh: Array) -> list[Array]:

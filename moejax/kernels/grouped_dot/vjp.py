@@ -173,13 +173,19 @@ def _swiglu(x_md, into_gdh, down_gfd, rows_g, p: Products) -> Array:
 
 
 def _swiglu_fwd(x_md, into_gdh, down_gfd, rows_g, p: Products):
-    h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
-    y_md = p.forward(h_mf, down_gfd, rows_g)
+    if p.experts is not None:
+        y_md, into_mh = p.experts.forward(x_md, into_gdh, down_gfd, rows_g)
+    else:
+        h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
+        y_md = p.forward(h_mf, down_gfd, rows_g)
     return y_md, (x_md, into_gdh, down_gfd, rows_g, into_mh)
 
 
 def _swiglu_bwd(p: Products, saved: tuple[Array, ...], dy_md: Array):
     x_md, into_gdh, down_gfd, rows_g, into_mh = saved
+    if p.experts is not None:
+        arrays = dy_md, x_md, into_mh, into_gdh, down_gfd, rows_g
+        return *p.experts.backward(*arrays), None
     dinto_mh, h_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
     dx_md = p.dgrad(dinto_mh, into_gdh, rows_g)
     dinto_gdh = p.wgrad(x_md, dinto_mh, rows_g)
