@@ -13,13 +13,12 @@ search changes the copies in its other slots.
 Changes are compared on a pool of the dense sets found so far. The best change is scored
 on all sets, and the densest of these join the pool: a search by cutting planes.
 
-Where links between nodes are slow, copies then change places (`nearer`), so that fewer
-rows leave the node of their tokens, among plans that score as well.
+Where links between nodes are slow, the search begins with copies that lie near the
+tokens of their experts (`near.py`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +53,6 @@ MIN_GAIN = 1e-4
 """Smallest gain of one step of the search."""
 NOWHERE = -1
 """Device of a replica that does not exist yet, or no longer."""
-MAX_LOSS = 0.01
-"""Largest loss of score for which copies move nearer to their tokens."""
-MIN_NEARER = 1e-3
-"""Smallest share of all rows that a change must keep on their node."""
-NUM_NEAR_TRIALS = 64
-"""Largest number of changes towards nearer copies that are scored."""
 NEAR = 0.97
 """Score from which a set beside the densest one counts a little. Changes that do not
 change the densest set differ in these sets."""
@@ -129,14 +122,14 @@ def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
 
 
 def improved(
-    slots: Slots, may_copy_e: np.ndarray, task: Drifting
+    slots: Slots, may_copy_e: np.ndarray, task: Drifting, enough: float = 1 + EVEN
 ) -> tuple[np.ndarray, float]:
-    """Fill the free slots with copies, improve them by local search, and return the
-    slots [w, s] and their score."""
+    """Fill the free slots with copies, improve them by local search until the score is
+    at most `enough`, and return the slots [w, s] and their score."""
     row_ws = fill(slots, may_copy_e, task)
     score, pool_kw = scored(row_ws, task)
     for _ in range(NUM_TRIALS):
-        if score <= 1 + EVEN:
+        if score <= enough:
             break
         crowds = _crowds(row_ws, pool_kw, task)
         score = max(score, float(crowds.score_k.max()))
@@ -151,86 +144,6 @@ def improved(
         if trial_score < score - MIN_GAIN:
             row_ws, score = trial_ws, trial_score
     return row_ws, score
-
-
-def nearer(
-    slots: Slots, may_copy_e: np.ndarray, task: Drifting, load_me: np.ndarray
-) -> np.ndarray:
-    """Return the slots [w, s] after changes that put copies on nodes whose tokens
-    choose their experts.
-
-    `load_me` are the rows of each expert by node of their tokens. Rows are taken to
-    leave a node that has no replica of their expert, and to stay on others. A change
-    replaces a copy, or exchanges two copies on different nodes. It is made if it keeps
-    more rows on their node, the change with the most first, and if the score stays
-    within MAX_LOSS of that at the start.
-    """
-    row_ws, num_trials = slots.row_ws, 0
-    limit = max(scored(row_ws, task)[0], 1 + EVEN) + MAX_LOSS
-    while num_trials < NUM_NEAR_TRIALS:
-        current = Slots(row_ws, slots.is_free_ws)
-        for trial_ws in _nearer_changes(current, may_copy_e, load_me):
-            num_trials += 1
-            if scored(trial_ws, task)[0] <= limit:
-                row_ws = trial_ws
-                break
-            if num_trials == NUM_NEAR_TRIALS:
-                return row_ws
-        else:
-            return row_ws
-    return row_ws
-
-
-def far_rows(row_ws: np.ndarray, load_me: np.ndarray) -> float:
-    """Return the rows of experts without a replica on the node of their tokens."""
-    return float(load_me[_replicas_by_node(row_ws, *load_me.shape) == 0].sum())
-
-
-def _replicas_by_node(row_ws: np.ndarray, nodes: int, num_experts: int) -> np.ndarray:
-    """Return the number of replicas of each expert on each node, int [m, e]."""
-    held_we = device_holds(row_ws.reshape(-1), num_experts, len(row_ws))
-    return held_we.reshape(nodes, -1, num_experts).sum(axis=1)
-
-
-def _nearer_changes(
-    slots: Slots, may_copy_e: np.ndarray, load_me: np.ndarray
-) -> Iterator[np.ndarray]:
-    """Yield the slots [w, s] after each change that keeps more rows on their node, the
-    best one first."""
-    row_p, is_free_p = slots.row_ws.reshape(-1), slots.is_free_ws.reshape(-1)
-    (num_devices, slots_per_device), (nodes, e) = slots.row_ws.shape, load_me.shape
-    held_wx = np.zeros((num_devices, e + 1), bool)
-    held_wx[:, :-1] = device_holds(row_p, e, num_devices)
-    replicas_mx = np.zeros((nodes, e + 1), int)
-    replicas_mx[:, :-1] = _replicas_by_node(slots.row_ws, nodes, e)
-    load_mx = np.append(load_me, np.zeros((nodes, 1)), axis=1)  # the last is EMPTY
-
-    slot_f = np.flatnonzero(is_free_p)
-    expert_f, device_f = row_p[slot_f], slot_f // slots_per_device
-    node_f = device_f // (num_devices // nodes)
-    comes_fx = np.where(replicas_mx == 0, load_mx, 0.0)[node_f]
-    goes_f = np.where(replicas_mx == 1, load_mx, 0.0)[node_f, expert_f]
-    kept_fx = comes_fx - goes_f[:, None]
-    kept_fx[held_wx[device_f]] = 0.0
-    kept_fx[:, :-1][:, ~may_copy_e] = 0.0
-    both_ff = comes_fx[:, expert_f] - goes_f[:, None]  # [f, g]: that of g comes to f
-    both_ff = both_ff + both_ff.T
-    is_held_ff = held_wx[device_f][:, expert_f] | (expert_f == EMPTY)
-    is_near_ff = node_f[:, None] == node_f
-    both_ff[is_held_ff | is_held_ff.T | is_near_ff] = 0.0
-
-    kept_c = np.concatenate([kept_fx.reshape(-1), np.triu(both_ff).reshape(-1)])
-    for change in np.argsort(-kept_c, kind="stable").tolist():
-        if kept_c[change] <= MIN_NEARER * load_me.sum():
-            return
-        changed_p = row_p.copy()
-        if change < kept_fx.size:
-            place, expert = divmod(change, e + 1)
-            changed_p[slot_f[place]] = expert
-        else:
-            pair = list(divmod(change - kept_fx.size, len(slot_f)))
-            changed_p[slot_f[pair]] = expert_f[pair[::-1]]
-        yield changed_p.reshape(slots.row_ws.shape)
 
 
 def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:

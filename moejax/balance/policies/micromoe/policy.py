@@ -6,7 +6,7 @@ others, so that an exact split can even out the load of each micro-batch.
 
 In both kinds of plan every device keeps its own experts, and all others that it holds
 are copies. Where rows cross slow links between nodes one by one (Layout.deals_near),
-copies lie near the tokens of their experts, as far as balance allows (`nearer`).
+copies lie near the tokens of their experts, as far as balance allows (`near.py`).
 """
 
 import functools
@@ -19,18 +19,20 @@ from moejax.balance.policies.micromoe.asymmetric import (
     EVEN,
     Slots,
     drifting,
-    far_rows,
     improved,
-    nearer,
     scored,
 )
+from moejax.balance.policies.micromoe.near import far_share, with_near_copies
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
 CLEARLY = 0.01
-"""Smallest difference of scores, in rows over the mean device's, by which a new plan
-must be better than the current one to replace it."""
+"""Smallest difference of scores, in rows over the mean device's, or of the shares of
+rows that leave their node, by which a new plan must be better than the current one to
+replace it."""
+EVEN_ENOUGH = 1.01
+"""Score at which no copy moves away from its tokens to even out devices."""
 
 
 class Room(NamedTuple):
@@ -65,8 +67,8 @@ def plan(
         else:
             rows.append(_from_home(load_e, room)[0])
         if layout.deals_near and load_e.any():
-            load_me = load_we.reshape(layout.num_nodes, -1, layout.num_experts)
-            rows[-1] = near(load_me.sum(axis=1), room, rows[-1])
+            load_mie = load_we.reshape(layout.num_nodes, -1, layout.num_experts)
+            rows[-1] = nearest(load_mie.sum(axis=1), room, rows[-1], current_p)
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
@@ -124,39 +126,59 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
     return row_ws.reshape(-1)
 
 
-def near(load_me: np.ndarray, room: Room, row_p: np.ndarray) -> np.ndarray:
-    """Return the slots [p] with copies nearer to the tokens of their experts, by rows
-    of each node; `row_p` itself where that keeps few more rows on their node."""
-    tables = np.asarray(load_me, np.float64), np.asarray(row_p, np.int32)
-    return _near(*(table.tobytes() for table in tables), len(load_me), room)
+def nearest(
+    load_me: np.ndarray, room: Room, even_p: np.ndarray, current_p: np.ndarray
+) -> np.ndarray:
+    """Return the slots [p] from which the fewest rows leave their node, by rows of each
+    node: new ones, `even_p`, or the current ones, which stay unless others are clearly
+    better. Their score is at most EVEN_ENOUGH, or that of `even_p`."""
+    tables = np.asarray(load_me, np.float64), *np.asarray([even_p, current_p], np.int32)
+    return _nearest(*(table.tobytes() for table in tables), len(load_me), room)
 
 
 @functools.lru_cache(maxsize=512)
-def _near(load_me: bytes, row_p: bytes, nodes: int, room: Room) -> np.ndarray:
-    """Return the result of `near`."""
+def _nearest(
+    load_me: bytes, even_p: bytes, current_p: bytes, nodes: int, room: Room
+) -> np.ndarray:
+    """Return the result of `nearest`."""
     load_me = np.frombuffer(load_me).reshape(nodes, -1)
-    row_p, load_e = np.frombuffer(row_p, np.int32), load_me.sum(axis=0)
-    row_ws = row_p.reshape(room.num_devices, -1)
-    may_copy_e = _offered(load_e, room)
-    slots = _with_free_slots(row_ws, may_copy_e, room)
-    if slots is None:
-        return row_p
-    task = drifting(load_e, room.num_devices)
-    near_ws = nearer(slots, may_copy_e, task, load_me)
-    saved = far_rows(row_ws, load_me) - far_rows(near_ws, load_me)
-    return near_ws.reshape(-1) if saved > CLEARLY * load_me.sum() else row_p
+    even_p, current_p = (np.frombuffer(p, np.int32) for p in (even_p, current_p))
+    load_e = load_me.sum(axis=0)
+    task, may_copy_e = drifting(load_e, room.num_devices), _offered(load_e, room)
+    shape = room.num_devices, -1
+    enough = max(scored(even_p.reshape(shape), task)[0], EVEN_ENOUGH)
+    slots = _home_slots(may_copy_e, room)
+    near_ws = with_near_copies(slots, may_copy_e, load_me)
+    slots = slots._replace(row_ws=near_ws)
+    near_ws, score = improved(slots, may_copy_e, task, enough)
+    found = [near_ws.reshape(-1)] * (score <= enough) + [even_p]
+    best_p, far = min(
+        ((p, far_share(p, load_me, room.num_devices)) for p in found),
+        key=lambda pair: pair[1],
+    )
+    if (
+        _with_free_slots(current_p.reshape(shape), may_copy_e, room) is not None
+        and scored(current_p.reshape(shape), task)[0] <= enough + CLEARLY
+        and far_share(current_p, load_me, room.num_devices) < far + CLEARLY
+    ):
+        return current_p
+    return best_p
 
 
 def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
     """Return the slots [p] found by a search from the home plan, and their score."""
-    num_devices, slots_per_device = room.num_devices, room.slots_per_device
-    home_ws = np.full((num_devices, slots_per_device), EMPTY, np.int32)
-    own_we = np.arange(len(load_e), dtype=np.int32).reshape(num_devices, -1)
-    home_ws[:, : own_we.shape[1]] = own_we
     may_copy_e = _offered(load_e, room)
-    slots = _with_free_slots(home_ws, may_copy_e, room)
-    row_ws, score = improved(slots, may_copy_e, drifting(load_e, num_devices))
+    slots = _home_slots(may_copy_e, room)
+    row_ws, score = improved(slots, may_copy_e, drifting(load_e, room.num_devices))
     return row_ws.reshape(-1), score
+
+
+def _home_slots(may_copy_e: np.ndarray, room: Room) -> Slots:
+    """Return the slots of the home plan."""
+    own_we = np.arange(len(may_copy_e), dtype=np.int32).reshape(room.num_devices, -1)
+    missing = room.slots_per_device - own_we.shape[1]
+    home_ws = np.pad(own_we, ((0, 0), (0, missing)), constant_values=EMPTY)
+    return _with_free_slots(home_ws, may_copy_e, room)
 
 
 def _offered(load_e: np.ndarray, room: Room) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""Copies near the tokens of their experts, where links between nodes are slow.
+
+A search for balance puts copies of the fullest experts anywhere. Here copies are chosen
+first by the rows that they keep on their node (`with_near_copies`); the search then
+changes what it must.
+"""
+
+import numpy as np
+
+from moejax.balance.policies.micromoe.asymmetric import Slots
+from moejax.balance.policies.micromoe.density import device_holds
+from moejax.plan import water_filling
+from moejax.plan.expert_plan import EMPTY
+
+
+def with_near_copies(
+    slots: Slots, may_copy_e: np.ndarray, load_me: np.ndarray
+) -> np.ndarray:
+    """Return the slots [w, s] with copies in the free ones, each on the node where it
+    keeps most rows from leaving, until none keeps any.
+
+    `load_me` are the rows of each expert by node of their tokens. A replica is taken to
+    compute a mean device's rows at most: where tokens of a node choose an expert more
+    often, a second replica there keeps the rest. On its node a copy goes to the device
+    with the fewest rows, if each expert's replicas share its rows evenly.
+    """
+    row_ws = np.where(slots.is_free_ws, EMPTY, slots.row_ws)
+    (num_devices, _), (nodes, e) = row_ws.shape, load_me.shape
+    mean = load_me.sum() / num_devices
+    held_we = device_holds(row_ws.reshape(-1), e, num_devices)
+    while True:
+        room_w = ((row_ws == EMPTY) & slots.is_free_ws).any(axis=1)
+        may_hold_we = room_w[:, None] & ~held_we & may_copy_e
+        may_hold_me = may_hold_we.reshape(nodes, -1, e).any(axis=1)
+        replicas_me = held_we.reshape(nodes, -1, e).sum(axis=1)
+        kept_me = np.clip(load_me - replicas_me * mean, 0, mean) * may_hold_me
+        if not kept_me.any():
+            return row_ws
+        node, expert = np.unravel_index(kept_me.argmax(), kept_me.shape)
+        level_w = held_we @ (load_me.sum(axis=0) / replicas_me.sum(axis=0))
+        is_there_w = np.arange(num_devices) // (num_devices // nodes) == node
+        level_w[~(is_there_w & may_hold_we[:, expert])] = np.inf
+        device = int(level_w.argmin())
+        is_room_s = (row_ws[device] == EMPTY) & slots.is_free_ws[device]
+        row_ws[device, is_room_s.argmax()] = expert
+        held_we[device, expert] = True
+
+
+def far_share(row_p: np.ndarray, load_me: np.ndarray, num_devices: int) -> float:
+    """Return the share of all rows that leave the node of their tokens, where the exact
+    split deals its rows nearest first."""
+    load_e, (nodes, e) = np.rint(load_me.sum(axis=0)).astype(int), load_me.shape
+    tolerance = water_filling.split_tolerance(load_e.sum(), num_devices)
+    rows_p = water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
+    rows_me = np.zeros((nodes, e))
+    node_p = np.arange(len(row_p)) // (len(row_p) // nodes)
+    np.add.at(rows_me, (node_p[row_p >= 0], row_p[row_p >= 0]), rows_p[row_p >= 0])
+    return 1 - np.minimum(load_me, rows_me).sum() / load_me.sum()
