@@ -239,6 +239,11 @@ class CostModel:
             once += [repeated(moved, layout.num_exchanges * self.micro_batches)] * (
                 1 + self.num_fetched
             )
+        summed = [self._dc_term(layout)]
+        if layout.keeps_slots:
+            once += summed
+        else:
+            back += summed
         domain_out, domain_back = self._domain_terms(layout)
         gathered = self._data_terms(layout, "all_gather", "weights")
         scattered = self._data_terms(layout, "reduce_scatter", "gradients")
@@ -257,6 +262,27 @@ class CostModel:
             back += [gathered] * (self.num_fetched - 1) + [scattered]
         kept = (tuple(t for t in x if t.count) for x in (ahead, back, once))
         return WeightTerms(*kept)
+
+    def sums_along_dc(self, layout: Layout) -> bool:
+        """Return whether each data centre has all experts, so that their gradients are
+        summed along dc: in each micro-batch, or once a step (Layout.keeps_slots)."""
+        return "dc" not in layout.axes and self.lines.mesh.get("dc", 1) > 1
+
+    def _dc_term(self, layout: Layout) -> Term:
+        """Return the term in which the float32 gradients of one layer's own experts are
+        summed along dc in one step."""
+        if not self.sums_along_dc(layout):
+            return Term("", 0, 0.0, 0.0)
+        dc, weights = self.lines.mesh["dc"], self.flops_per_row / 2
+        size = layout.experts_per_device * 4 * weights / self.lines.mesh["data"]
+        return terms.collective_term(
+            self.lines,
+            "all_reduce",
+            {"dc": dc},
+            leaving_bytes("all_reduce", size, dc),
+            1 if layout.keeps_slots else self.micro_batches,
+            "gradients",
+        )
 
     def _copy_terms(self, layout: Layout, cargo: str) -> Term:
         """Return the term in which one layer's weights travel to their slots between

@@ -1,12 +1,14 @@
 """Choice of when slots are gathered over data: in each layer, or once a step.
 
 Once a step fewer bytes travel, and the slots of all layers, with float32 sums of their
-gradients, are whole on every device (ZeRO stage 1 instead of 3).
+gradients, are whole on every device (ZeRO stage 1 instead of 3). Where each data centre
+has all experts, the sums along dc are then made once a step too.
 """
 
 from typing import NamedTuple
 
 from moejax.choice import Choice
+from moejax.perf.cost_model import CostModel
 from moejax.plan.layout import Gather, Layout
 from moejax.plan.layout_checks import GATHERED_ONCE
 
@@ -30,14 +32,13 @@ class Cost(NamedTuple):
         return f"{self.sec:.3g} s on the way in a step, {self.num_bytes / GIB:.1f} GiB"
 
 
-def is_open(gather: Gather | None, layout: Layout, gather_sec: float) -> bool:
+def is_open(gather: Gather | None, layout: Layout, cost: CostModel) -> bool:
     """Return whether a run has a choice: Dispatch.gather is None, slots are gathered
-    over data or in a domain, and those of the layout can be gathered once a step.
-
-    `gather_sec` is CostModel.gather_sec.
-    """
+    over data or in a domain, or several micro-batches' gradients are summed along dc,
+    and the slots of the layout can be gathered once a step."""
     can_keep = layout.store in GATHERED_ONCE and not layout.is_local
-    is_gathered = gather_sec > 0
+    is_summed = cost.sums_along_dc(layout) and not layout.keeps_slots
+    is_gathered = cost.gather_sec > 0 or (is_summed and cost.micro_batches > 1)
     if layout.domain is not None:
         can_keep = can_keep and layout.domain.compression is None
         is_gathered = is_gathered or layout.store == "owned"

@@ -272,7 +272,7 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
     is None and there is a choice."""
     cfg, layout, cost = run.cfg, run.layout, run.cost
     is_dense = cfg.router.training == "dense"
-    if is_dense or not gather.is_open(cfg.dispatch.gather, layout, cost.gather_sec):
+    if is_dense or not gather.is_open(cfg.dispatch.gather, layout, cost):
         return run
     attention = run.kernels["attention"].value
 

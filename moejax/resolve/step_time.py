@@ -53,15 +53,15 @@ class StepTime:
     exchange: float
     """Rows that travel to experts and back, before other work hides any."""
     copies: float
-    """Weights that travel to slots and gradients that return, as far as nothing hides
-    them."""
+    """Weights that travel to slots and gradients that return, or are summed along dc,
+    as far as nothing hides them."""
     blocks: float
     """Attention, dense parts and shared experts."""
     dense: float
     """Collectives of dense weights and their gradients, as far as blocks and experts do
     not hide them, and of activations along the tensor axis."""
     dc: float
-    """Sums of gradients along dc."""
+    """Sums of dense weights' gradients along dc."""
     head: float
     weights: float
     """Casts of weights and sums of their gradients in each micro-batch, and the
@@ -143,20 +143,14 @@ def _dense_sec(run: Resolved) -> float:
 
 
 def _dc_sec(run: Resolved) -> float:
-    """Return the time in which gradients are summed along dc, in float32 and in each
-    micro-batch: those of dense weights, and of experts that exist in each data
-    centre."""
+    """Return the time in which gradients of dense weights are summed along dc, in
+    float32 and in each micro-batch."""
     cfg = run.cfg
-    summed = num_params(cfg.network)["total"]
-    if "dc" in run.layout.axes:
-        summed = _dense_params(cfg)
-    size = FLOAT32 * summed * cfg.mesh.dc / cfg.mesh.num_devices
+    size = FLOAT32 * _dense_params(cfg) * cfg.mesh.dc / cfg.mesh.num_devices
     leaving = leaving_bytes("all_reduce", size, cfg.mesh.dc)
-    times = cfg.train.accumulate_steps
-    group = {"dc": cfg.mesh.dc}
-    return terms.collective_term(
-        run.cost.lines, "all_reduce", group, leaving, times
-    ).sec
+    times, group = cfg.train.accumulate_steps, {"dc": cfg.mesh.dc}
+    lines = run.cost.lines
+    return terms.collective_term(lines, "all_reduce", group, leaving, times).sec
 
 
 def _tensor_sec(run: Resolved) -> float:

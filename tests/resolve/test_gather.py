@@ -11,6 +11,7 @@ from moejax.perf.stated import stated_calibration
 from moejax.perf.target import load
 from moejax.plan.layout import Topology
 from moejax.resolve.resolved import Resolved, resolve
+from moejax.resolve.sent_bytes import sent_bytes
 from moejax.resolve.strategies import find_strategies, link_time
 from train.config import gin_reader
 
@@ -48,6 +49,23 @@ def test_once_a_step_where_it_is_known_to_fit(qwen):
     assert layer.sec == pytest.approx(12 * once.sec)
     for usable_bytes in (40 * GIB, None):
         assert on_h100(qwen, usable_bytes).layout.gather == "layer"
+
+
+@pytest.mark.parametrize(("steps", "gather"), [(1, "layer"), (8, "step")])
+def test_data_centres_sum_gradients_once_a_step(qwen, steps, gather):
+    """Where each has all experts, and with several micro-batches, each of which would
+    sum them: in float32, once for each of 8 devices."""
+    train = dataclasses.replace(qwen.train, accumulate_steps=steps)
+    cfg = dataclasses.replace(qwen, mesh=Topology(dc=2, expert=8), train=train)
+    run = on_h100(cfg, 120 * GIB)
+    assert run.layout.gather == gather
+    assert ("gather" in run.chosen) == (steps > 1)
+    if steps > 1:
+        layer, once = (run.chosen["gather"].alternatives[x] for x in ("layer", "step"))
+        assert layer.sec == pytest.approx(8 * once.sec)
+    sent = sent_bytes(cfg, run.cost, run.layout)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert sent["all_reduce dc gradients"] == 4 * experts / 8
 
 
 @pytest.mark.parametrize(
