@@ -84,6 +84,10 @@ class Question:
     together_lee: np.ndarray | None = None
     """Tokens that choose both of two experts (`moejax.plan.together`); None where they
     are not counted."""
+    stale_share: float = 0.0
+    """Share of steps in which plans meet `stale_lwe` (moejax.balance.loads.stale)."""
+    stale_lwe: np.ndarray | None = None
+    """Load before the last jump; None where the share is 0."""
 
     @property
     def max_ratio(self) -> float:
@@ -94,6 +98,11 @@ class Question:
     def sec_l(self) -> np.ndarray:
         """Seconds of each layer in one step, under the current plan and layout."""
         return sec_by_layer(self, self.plan, self.layout)
+
+    @functools.cached_property
+    def expected_sec_l(self) -> np.ndarray:
+        """The same, where loads jump as they did."""
+        return expected_sec_by_layer(self, self.plan, self.layout)
 
     @functools.cached_property
     def planned(self) -> ExpertPlan:
@@ -210,6 +219,19 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
     return sec_l
 
 
+def expected_sec_by_layer(
+    question: Question, plan: ExpertPlan, layout: Layout
+) -> np.ndarray:
+    """Return the seconds of each layer in one step, float [l], of which some meet the
+    load before the last jump. Methods are compared by these: a split that makes its
+    replicas in the step has none for another load."""
+    sec_l, share = sec_by_layer(question, plan, layout), question.stale_share
+    if not share:
+        return sec_l
+    stale = dataclasses.replace(question, load_lwe=question.stale_lwe)
+    return (1 - share) * sec_l + share * sec_by_layer(stale, plan, layout)
+
+
 def swap(question: Question) -> list[Candidate]:
     """Return the policy's plan for the current layout, in the layers where it pays: one
     candidate, or none."""
@@ -324,7 +346,7 @@ def other_methods(question: Question) -> list[Candidate]:
         return []
     now, few = question.layout, _at_layers(question, _fullest_layers(question))
     sec = {
-        method: float(sec_by_layer(few, plan, layout).sum())
+        method: float(expected_sec_by_layer(few, plan, layout).sum())
         for method, (plan, layout) in method_changes(few).items()
     }
     best = methods.first_of_the_race(sec) if sec else None
@@ -343,10 +365,11 @@ def _fullest_layers(question: Question) -> np.ndarray:
 
 def _at_layers(question: Question, layers: np.ndarray) -> Question:
     """Return the question for these layers alone."""
-    together_lee = question.together_lee
+    together_lee, stale_lwe = question.together_lee, question.stale_lwe
     return dataclasses.replace(
         question,
         load_lwe=question.load_lwe[layers],
+        stale_lwe=None if stale_lwe is None else stale_lwe[layers],
         peak_l=question.peak_l[layers],
         plan=plan_at_layers(question.plan, layers),
         together_lee=None if together_lee is None else together_lee[layers],
@@ -380,7 +403,8 @@ def _method_change(question: Question, method: Method) -> tuple[ExpertPlan, Layo
     layout = method.applied(question.layout)
     plan = _method_plan(question, method, layout)
     sizes = layout, fitted(with_pairs(question), plan, layout)
-    return plan, min(sizes, key=lambda x: sec_by_layer(question, plan, x).sum())
+    sec = [expected_sec_by_layer(question, plan, layout).sum() for layout in sizes]
+    return plan, sizes[int(np.argmin(sec))]
 
 
 def with_pairs(question: Question) -> Question:
@@ -583,8 +607,12 @@ def price(
 ) -> Candidate:
     """Return a candidate: a plan and its layout, with the predicted gain and costs of
     adopting them. `policy` is that of another method; None: the current one."""
-    now, now_sec_l, cost = question.layout, question.sec_l, question.cost
-    sec_l = sec_by_layer(question, plan, layout)
+    now, cost = question.layout, question.cost
+    if policy in (None, question.policy_name):
+        now_sec_l, sec_l = question.sec_l, sec_by_layer(question, plan, layout)
+    else:
+        now_sec_l = question.expected_sec_l
+        sec_l = expected_sec_by_layer(question, plan, layout)
     changed_l = _is_changed(question.plan, plan)
     is_swap = layout == now
     return Candidate(

@@ -417,6 +417,7 @@ def _question(
     pair_l = candidates.fullest_pair_by_layer(*args)
     num_exchanges = cost.micro_batches * now.num_exchanges
     seen_l = _fullest_pair(state) * num_exchanges
+    stale_share, stale_lwe = loads.stale(tracker, load_lwe)
     return Question(
         load_lwe=load_lwe,
         peak_l=np.maximum(seen_l / np.maximum(pair_l, 1.0), 1.0),
@@ -434,6 +435,8 @@ def _question(
         methods={m: find_policy(settings, m.policy) for m in settings.methods},
         policy_name=policy,
         together_lee=tracker.together_lee,
+        stale_share=stale_share,
+        stale_lwe=stale_lwe,
     )
 
 

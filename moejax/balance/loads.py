@@ -11,6 +11,12 @@ The forecast is Brown's. On a ramp, a moving average lags the load by as many st
 the average of that average lags the first one. Both together therefore give the ramp's
 current value and its slope. At the start, when both have seen little, they agree, and
 the forecast has no drift.
+
+Loads that jump are not forecast. The *surprise* of a step is the share of its rows that
+lie elsewhere than in the moving average before it (total variation, by expert, mean of
+layers). Its mean over steps, over the distance between what came before a jump and what
+came after, is the share of steps in which a plan is for another load than it meets
+(`stale`).
 """
 
 import dataclasses
@@ -23,6 +29,8 @@ from moejax.plan.units import device_order, unit_order
 WINDOW_STEPS = 100
 """Number of observed steps over which the fullest pair is remembered."""
 
+SURPRISE_STEPS = 100
+"""Half-life of the mean surprise, and of what is known of the last jump, in steps."""
 MIN_PAIR_STEPS = 20
 """Number of observed steps from which the 95th percentile of the fullest pair is known.
 With fewer it would be their maximum."""
@@ -51,6 +59,14 @@ class LoadTracker:
     together_lee: np.ndarray | None = None
     """Moving average of the tokens that choose both of two experts, in float32; None
     where they are not counted."""
+    surprise_sum: float = 0.0
+    """Sum of the surprises of steps, of which older ones count less."""
+    surprise_weight: float = 0.0
+    """Sum of the weights of these steps."""
+    largest_surprise: float = 0.0
+    """Largest surprise of a step, of which older ones count less."""
+    left_lwe: np.ndarray | None = None
+    """Moving average of the loads before that step; None before the first surprise."""
 
     @property
     def is_empty(self) -> bool:
@@ -113,6 +129,8 @@ def observe(
     if together_lee is not None:
         mean_lee = together_lee if mean_lee is None else mean_lee
         mean_lee = (mean_lee + share * (together_lee - mean_lee)).astype(np.float32)
+    if tracker.is_settled:
+        tracker = _surprised(tracker, tokens_lwe, gap_steps)
     return dataclasses.replace(
         tracker,
         step=int(step),
@@ -122,6 +140,52 @@ def observe(
         fullest_lt=np.concatenate([tracker.fullest_lt, pair_l1], 1)[:, -WINDOW_STEPS:],
         together_lee=mean_lee,
     )
+
+
+def _surprised(
+    tracker: LoadTracker, tokens_lwe: np.ndarray, gap_steps: int
+) -> LoadTracker:
+    """Return the tracker with the surprise of one more step."""
+    fade = 2.0 ** (-gap_steps / SURPRISE_STEPS)
+    surprise = _distance(tokens_lwe, tracker.mean_lwe)
+    largest, left_lwe = fade * tracker.largest_surprise, tracker.left_lwe
+    if surprise > largest:
+        largest, left_lwe = surprise, tracker.mean_lwe
+    return dataclasses.replace(
+        tracker,
+        surprise_sum=surprise + fade * tracker.surprise_sum,
+        surprise_weight=1.0 + fade * tracker.surprise_weight,
+        largest_surprise=largest,
+        left_lwe=left_lwe,
+    )
+
+
+def stale(
+    tracker: LoadTracker, load_lwe: np.ndarray
+) -> tuple[float, np.ndarray | None]:
+    """Return the share of steps in which a plan for `load_lwe` is expected to meet
+    another load, and that load [l, w, e]: what came before the last jump. Without any
+    surprise they are 0 and None.
+
+    What the largest jump alone has added does not count: it may not come again.
+    """
+    if tracker.left_lwe is None:
+        return 0.0, None
+    apart = _distance(tracker.left_lwe, load_lwe)
+    once = tracker.largest_surprise * (1.0 + _lag_steps(tracker))
+    mean = max(0.0, tracker.surprise_sum - once) / tracker.surprise_weight
+    return (min(1.0, mean / apart) if apart > 0 else 0.0), tracker.left_lwe
+
+
+def _distance(load_lwe: np.ndarray, other_lwe: np.ndarray) -> float:
+    """Return the total variation distance of two loads by expert, mean of layers: 0 if
+    they are equal, 1 if no expert has rows in both."""
+    rows_le, other_le = load_lwe.sum(axis=1), other_lwe.sum(axis=1)
+    rows_le, other_le = (
+        x / np.maximum(x.sum(axis=1, keepdims=True), 1e-300)
+        for x in (rows_le, other_le)
+    )
+    return float(np.abs(rows_le - other_le).sum(axis=1).mean() / 2)
 
 
 def forget_pairs(tracker: LoadTracker) -> LoadTracker:

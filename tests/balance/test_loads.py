@@ -93,6 +93,25 @@ def test_on_the_recorded_trace_the_drift_helps(trace):
     assert np.mean(with_drift[20:]) < 0.95 * np.mean(without[20:])
 
 
+def test_a_jumping_load_says_how_many_steps_meet_another_one():
+    """A steady load has no other one, and one that drifts comes from a load next to it.
+    Of one that jumps every 20 steps it is the load of the 20 steps before, met for as
+    long as an average with a half life of 2 needs to follow."""
+    steady_lwe, other_lwe = np.zeros((2, L, W, E), np.int64)
+    steady_lwe[..., 0], other_lwe[..., 1] = 1000, 1000
+    assert loads.stale(watch([steady_lwe] * 40, 2.0), steady_lwe) == (0.0, None)
+    moved_t = np.arange(1000)
+    drift_tlwe = np.zeros((1000, L, W, E), np.int64)
+    drift_tlwe[..., 0] = (1000 - moved_t)[:, None, None]
+    drift_tlwe[..., 1] = moved_t[:, None, None]
+    _, before_lwe = loads.stale(watch(drift_tlwe, 2.0), drift_tlwe[-1])
+    assert np.allclose(before_lwe, drift_tlwe[-1], atol=10)
+    jumping = ([steady_lwe] * 20 + [other_lwe] * 20) * 4
+    share, before_lwe = loads.stale(watch(jumping, 2.0), other_lwe)
+    assert 0.1 < share < 0.3
+    assert np.allclose(before_lwe, steady_lwe, atol=5)
+
+
 def test_the_fullest_pair_is_a_percentile_of_the_last_steps():
     """Forgetting the pairs does not change the loads."""
     steps = loads.WINDOW_STEPS + 30

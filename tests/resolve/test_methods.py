@@ -134,6 +134,25 @@ def test_it_starts_at_home_and_takes_the_best_method_for_the_loads(run_at):
     assert worst(auto.state, loads(99)) < 1.05
 
 
+def test_where_loads_jump_the_step_makes_the_replicas(run_at):
+    """Copies in each micro-batch cost more than those of a plan, which is right until
+    the hot experts are other ones."""
+    cfg = dataclasses.replace(
+        CFG, balance=dataclasses.replace(CFG.balance, lag_steps=1)
+    )
+    run = run_at(3e10, cfg)
+    steady = zipf(run, 1.2)
+
+    def jumping(step: int) -> np.ndarray:
+        return np.roll(steady(step), 5 * (step // 50), axis=2)
+
+    taken = {}
+    for name, load_of_step in (("steady", steady), ("jumping", jumping)):
+        auto = watched(run, 0.01).go(range(1, 400), load_of_step)
+        taken[name] = auto.state.layout.split
+    assert taken == {"steady": "water_filling", "jumping": "dynamic"}
+
+
 def test_copies_that_do_not_pay_are_not_made(run_at):
     """Experts so wide that their copies take longer than all rows stay single, an even
     load needs no other plan than home, and a compilation must be earned."""
