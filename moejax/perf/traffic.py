@@ -32,12 +32,31 @@ def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
     load_ue, row_p = unit_loads(load_we, layout), unit_slots(row_p, layout)
     if split == "top_up":
         return _topped_up(load_ue, row_p, view)
-    return rows_by_slot(load_ue, row_p, view.num_devices, split, _near_nodes(view))
+    return rows_by_slot(load_ue, row_p, view.num_devices, split, dealing(view))
 
 
-def _near_nodes(layout: Layout) -> int:
-    """Return the number of nodes within which a split deals rows first."""
-    return layout.num_nodes if layout.deals_near else 1
+class Dealing(NamedTuple):
+    """How a split that may choose deals the rows of each expert to its replicas."""
+
+    levels: tuple[int, ...] = ()
+    """Numbers of runs of consecutive devices within which rows are dealt first: as many
+    as devices, and nodes."""
+    is_even: bool = False
+    """Whether rows are dealt without these levels where the fullest pair of devices is
+    then less full."""
+
+
+FLAT = Dealing()
+"""Rows are dealt to all replicas alike."""
+
+
+def dealing(layout: Layout) -> Dealing:
+    """Return how the exact splits of a layout deal rows (moejax.moe.split.deal), but
+    for a tensor axis, with which room in buffers limits what stays on a device."""
+    if not layout.keeps_home_rows:
+        return Dealing((layout.num_devices, layout.num_nodes) * layout.deals_near)
+    nodes = (layout.num_nodes,) * layout.deals_near
+    return Dealing((layout.num_devices, *nodes), layout.deals_evenly)
 
 
 def has_copies(rows_up: np.ndarray, layout: Layout) -> bool:
@@ -54,7 +73,7 @@ def rows_by_slot(
     row_p: np.ndarray,
     num_devices: int,
     split: Split = "even",
-    nodes: int = 1,
+    how: Dealing = FLAT,
 ) -> np.ndarray:
     """Return the rows from each source device to each slot, float [w, p].
 
@@ -63,8 +82,7 @@ def rows_by_slot(
     sources share theirs among all replicas.
     water_filling: replicas take the shares that relieve the fullest device, for loads
     rounded to whole rows, as near to the certified bound as in training. Each source
-    divides its rows as all sources together do, or with several `nodes` nearest first.
-    (On devices more rows stay at home, as far as round 0 has room.)
+    divides its rows as all sources together do, or as `how` says.
     top_up: as water_filling, without the copies of a micro-batch (`layer_rows` has
     them).
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
@@ -74,9 +92,9 @@ def rows_by_slot(
     """
     assert split != "shadow", "the step alone knows which experts are worth a shadow"
     if split in ("water_filling", "top_up"):
-        return _water_filling(load_we, row_p, nodes)
+        return _water_filling(load_we, row_p, how)
     if split == "dynamic":
-        return _dynamic(load_we, row_p, nodes)
+        return _dynamic(load_we, row_p, how)
     num_experts = load_we.shape[1]
     full_p = row_p >= 0
     expert_p = np.where(full_p, row_p, 0)
@@ -214,11 +232,11 @@ def max_over_mean(load_x: np.ndarray) -> float:
     return float(load_x.max() / mean) if mean > 0 else 1.0
 
 
-def _water_filling(load_we: np.ndarray, row_p: np.ndarray, nodes: int) -> np.ndarray:
+def _water_filling(load_we: np.ndarray, row_p: np.ndarray, how: Dealing) -> np.ndarray:
     """Return the rows from each source to each slot under split 'water_filling'."""
     tables = _whole(load_we), np.asarray(row_p, np.int32)
     rows_p = _fill(*(table.tobytes() for table in tables), len(load_we))
-    return _divide_by_source(load_we, rows_p, row_p, nodes)
+    return dealt(load_we, rows_p, row_p, how)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -233,7 +251,7 @@ def _fill(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
     return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 
-def _dynamic(load_we: np.ndarray, row_p: np.ndarray, nodes: int) -> np.ndarray:
+def _dynamic(load_we: np.ndarray, row_p: np.ndarray, how: Dealing) -> np.ndarray:
     """Return the rows from each source to each slot under split 'dynamic'."""
     num_devices, num_experts = load_we.shape
     slots, own = len(row_p) // num_devices, num_experts // num_devices
@@ -250,7 +268,7 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray, nodes: int) -> np.ndarray:
         copies_per_device=slots - own,
     )
     replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)
-    return _divide_by_source(load_we, replicas.rows_p, replicas.row_p, nodes)
+    return dealt(load_we, replicas.rows_p, replicas.row_p, how)
 
 
 def _topped_up(load_ue: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.ndarray:
@@ -261,7 +279,7 @@ def _topped_up(load_ue: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
     row_us[:, : layout.slots_per_device] = row_p.reshape(w, -1)
     tables = _whole(load_ue), row_us.reshape(-1)
     made = _top_up(*(table.tobytes() for table in tables), there)
-    return _divide_by_source(load_ue, made.rows_p, made.row_p, _near_nodes(layout))
+    return dealt(load_ue, made.rows_p, made.row_p, dealing(layout))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -271,14 +289,28 @@ def _top_up(load_e: bytes, row_p: bytes, layout: Layout) -> top_up.TopUp:
     return top_up.top_up(load_e, row_p, layout)
 
 
-def _divide_by_source(
-    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray, nodes: int
+def dealt(
+    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray, how: Dealing
+) -> np.ndarray:
+    """Return the rows from each source to each slot, float [w, p], where the exact
+    splits deal `rows_p` rows of each slot (moejax.moe.split.deal)."""
+    dealt_wp = _by_levels(load_we, rows_p, row_p, how.levels)
+    if not how.is_even:
+        return dealt_wp
+    without_wp = _by_levels(load_we, rows_p, row_p, ())
+    others_ww = 1 - np.eye(len(load_we))
+    pairs = [(others_ww * pair_rows(x)).max() for x in (dealt_wp, without_wp)]
+    return dealt_wp if pairs[0] <= pairs[1] else without_wp
+
+
+def _by_levels(
+    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray, levels: tuple[int, ...]
 ) -> np.ndarray:
     """Return the rows from each source to each slot, [w, p].
 
     A source divides the rows of an expert in proportion to `rows_p` of its replicas.
-    With several nodes rows go to replicas on their device first, as far as these need
-    them, then to those on their node, and only the others anywhere.
+    Rows go first to replicas in the same run of devices, as far as these need them: of
+    as many runs as each level has, and only the others anywhere.
     """
     w, e = load_we.shape
     expert_p = np.maximum(row_p, 0)
@@ -287,7 +319,7 @@ def _divide_by_source(
     left_we = load_we
     left_p = rows_p * (load_we.sum(axis=0) / total_e)[expert_p]
     dealt_wp = np.zeros((w, len(row_p)))
-    for num in (w, nodes) if nodes > 1 else ():
+    for num in levels:
         node_w = np.arange(w) // (w // num)
         node_p = node_w[device_p]
         room_em = np.bincount(expert_p * num + node_p, left_p, e * num).reshape(e, num)

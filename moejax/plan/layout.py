@@ -339,6 +339,12 @@ class Layout:
         return self.split != "even" or self.num_senders == 1
 
     @property
+    def deals_evenly(self) -> bool:
+        """Whether a split that may choose looks at the fullest pair of devices: rows
+        travel in whole buffers, which those that stay do not fill."""
+        return self.keeps_home_rows and self.transport == "padded"
+
+    @property
     def sends_rows(self) -> bool:
         """Whether there are buffers of rows: there are none where all tokens stay."""
         return not self.keeps_home_rows or self.num_senders > 1

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from moejax.balance.policies.micromoe.density import density
-from moejax.perf.traffic import device_rows, max_over_mean, over_mean, rows_by_slot
+from moejax.perf.traffic import (
+    Dealing,
+    device_rows,
+    max_over_mean,
+    over_mean,
+    rows_by_slot,
+)
 from moejax.plan import water_filling
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -63,7 +69,7 @@ def test_with_nodes_rows_stay_where_replicas_need_them():
     for num, node_w in ((W, np.arange(W)), (2, np.arange(W) // 2)):
         for seed in range(20):
             load_we, row_p = np.rint(make_load(seed)), make_plan_row(seed)
-            rows_wp = rows_by_slot(load_we, row_p, W, "water_filling", nodes=2)
+            rows_wp = rows_by_slot(load_we, row_p, W, "water_filling", Dealing((W, 2)))
             slots_p = rows_by_slot(load_we, row_p, W, "water_filling").sum(axis=0)
             assert np.allclose(rows_wp.sum(axis=0), slots_p)
             for expert, node in itertools.product(range(E), range(num)):

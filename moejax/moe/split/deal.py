@@ -17,6 +17,10 @@ Both margins are exact: the rows of each slot, and the rows of each source.
 Where a layout deals nearest first (`Layout.deals_near`), steps 2 and 3 are made within
 each node first: as many rows of an expert as the node's devices have, or as its
 replicas there need, whichever is less. Only the others leave the node.
+
+What a device keeps of one replica, others must send to other ones. Where whole buffers
+travel, so that the fullest pair decides (`Layout.deals_evenly`), step 1 is left out if
+that pair is less full without it.
 """
 
 from typing import NamedTuple
@@ -57,13 +61,33 @@ def deal(
     Over the slots of an expert, `rows_q` must sum to its load. If a device has several
     slots of an expert, all but the first must have no rows.
     """
-    # Arrays are [q, w], because XLA gathers and scatters whole rows of an array at
-    # once, and columns element by element.
     expert_q, device_q, is_active_q = find_active(placement, layout)
     here_q = jnp.where(is_active_q, counts_we[device_q, expert_q], 0)
     local_q = _count_local_rows(counts_we, here_q, rows_q, placement, layout)
-    is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
+    args = counts_we, rows_q, expert_q, device_q, layout
+    dealt_qw = _deal(local_q, *args)
+    if layout.deals_evenly:
+        without_qw = _deal(jnp.zeros_like(local_q), *args)
+        fullest, least = (_fullest_pair(x, device_q) for x in (dealt_qw, without_qw))
+        dealt_qw = jnp.where(fullest <= least, dealt_qw, without_qw)
+    return dealt_qw.T
 
+
+def _fullest_pair(dealt_qw: Int[Array, "q w"], device_q) -> Int[Array, ""]:
+    """Return the most rows that one device gives to another."""
+    w = dealt_qw.shape[1]
+    pair_ww = jnp.zeros((w, w), jnp.int32).at[device_q].add(dealt_qw)
+    return jnp.max(jnp.where(jnp.eye(w, dtype=bool), 0, pair_ww))
+
+
+def _deal(
+    local_q: Int[Array, " q"], counts_we, rows_q, expert_q, device_q, layout: Layout
+) -> Int[Array, "q w"]:
+    """Return the rows of each slot from each source, where the q-th slot has `local_q`
+    from its own device."""
+    # Arrays are [q, w], because XLA gathers and scatters whole rows of an array at
+    # once, and columns element by element.
+    is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
     left_ew = counts_we.T.at[expert_q, device_q].add(-local_q)
     left_q = rows_q - local_q
     dealt_qw = jnp.where(is_here_qw, local_q[:, None], 0)
@@ -74,7 +98,7 @@ def deal(
             left_ew = left_ew.at[expert_q].add(-step_qw)
             left_q -= jnp.sum(step_qw, axis=1, dtype=jnp.int32)
             dealt_qw += step_qw
-    return dealt_qw.T
+    return dealt_qw
 
 
 def find_active(placement: Placement, layout: Layout):

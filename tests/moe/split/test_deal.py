@@ -14,6 +14,7 @@ import pytest
 
 from moejax.moe.split.deal import deal
 from moejax.moe.types import Placement
+from moejax.perf import traffic
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.plan.parallel import Tensor
@@ -29,14 +30,17 @@ def compiled(layout: Layout):
     return jax.jit(functools.partial(deal, layout=layout))
 
 
-def run_deal(counts_we, row_p, rows_p, rows_per_peer: int, nodes=1) -> np.ndarray:
+def run_deal(
+    counts_we, row_p, rows_p, rows_per_peer: int, nodes=1, **fields
+) -> np.ndarray:
     """Return the rows from each source to each slot, [w, p]."""
     w, e = counts_we.shape
     # With a tensor axis, rows that stay are in a buffer too.
     tensor = None if rows_per_peer == ROOM else Tensor("s1h", 2, 2)
+    fields = {"transport": "ragged" if nodes > 1 else "padded"} | fields
     layout = Layout(
-        e, w, len(row_p) // w, rows_per_peer, "ragged" if nodes > 1 else "padded",
-        store="sharded", tensor=tensor, num_nodes=nodes,
+        e, w, len(row_p) // w, rows_per_peer, store="sharded", tensor=tensor,
+        num_nodes=nodes, **fields,
     )  # fmt: skip
     placement = Placement.from_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
     placement = placement.layer(0)
@@ -82,6 +86,32 @@ def test_with_room_rows_stay_at_home():
         here_p = counts_we[device_p, np.maximum(row_p, 0)]
         stays_p = quota_wp[device_p, np.arange(len(row_p))]
         assert np.array_equal(stays_p, np.minimum(here_p, rows_p))
+
+
+def test_with_whole_buffers_the_fullest_pair_decides_whether_rows_stay():
+    """It is no fuller than where rows stay first; in some cases they do, and in some
+    they must not. The host's model of the split has the same fullest pair."""
+    w, differ = len(CASES[0][1]), []
+
+    def away(rows_wp):
+        pair_ww = rows_wp.reshape(w, w, -1).sum(axis=2)
+        return np.where(np.eye(w, dtype=bool), 0, pair_ww).max()
+
+    for seed, (row_p, counts_we) in enumerate(CASES):
+        rows_p = any_rows(counts_we, row_p, seed)
+        args = counts_we, row_p, rows_p, ROOM
+        padded_wp, ragged_wp = (
+            run_deal(*args, split="water_filling", transport=transport)
+            for transport in ("padded", "ragged")
+        )
+        assert np.array_equal(padded_wp.sum(axis=0), rows_p)
+        assert away(padded_wp) <= away(ragged_wp)
+        differ.append(away(padded_wp) < away(ragged_wp))
+        for dealt_wp, is_even in ((padded_wp, True), (ragged_wp, False)):
+            how = traffic.Dealing((w,), is_even)
+            model_wp = traffic.dealt(counts_we.astype(float), rows_p, row_p, how)
+            assert abs(away(model_wp) - away(dealt_wp)) < 1e-3 * away(dealt_wp) + 5
+    assert 0 < sum(differ) < len(differ)
 
 
 def test_rows_stay_on_their_node():
