@@ -28,9 +28,10 @@ swap goes first, once, even if the relayout saves more. A relayout whose adoptio
 beyond the run's last step is not considered.
 
 During the cool-down no swap follows a swap, no relayout follows any change, and nothing
-is asked after a decision that no change pays. A relayout also waits until loads have
-been observed for a half life. The state is a value, and JSON keeps it bit
-for bit (moejax.balance.codec).
+is asked after a decision that no change pays. Other methods, schedules and domains wait
+twice as long each time that they were priced without a change. A relayout also waits
+until loads have been observed for a half life. The state is a value, and JSON keeps it
+bit for bit (moejax.balance.codec).
 """
 
 import dataclasses
@@ -57,6 +58,10 @@ from moejax.plan.layout import Layout
 
 COMPILE_SLACK = 1.5
 """Time of a compilation beside training, over that of the one before the first step."""
+MAX_DOUBLINGS = 3
+"""Number of times that the wait until other methods and ways are priced again doubles.
+On the testbed pricing them took 0.8 s of a step beside training: every fourth step was
+twice as long."""
 MAX_SPARE = 2.0
 """The balancer looks for smaller buffers when they hold more than this many times the
 rows of the fullest pair of devices."""
@@ -87,6 +92,11 @@ class State(Adoptions):
     """Times of steps, where a relayout may change schedule, domain or method."""
     compile_sec: float | None
     """Time that the compilation before the first step took, with policy 'auto'."""
+    others_step: int | None = None
+    """Step at which other methods, schedules and domains were priced last, in the
+    current layout; None: they were not."""
+    num_others: int = 0
+    """Number of times that they were priced in this layout."""
 
 
 def init(
@@ -190,7 +200,7 @@ def decide(
     state = dataclasses.replace(state, is_active=is_active)
     may_swap, may_relayout = _may_change(settings, state, step)
     looks = is_active or question.policy.needs_together
-    others_are_open = len(settings.ways) > 1 or len(settings.methods) > 1
+    others_are_open = _asks_others(settings, state, step)
     is_open = looks or _is_misfit(state) or others_are_open
     if not may_swap and not (may_relayout and is_open):
         return state, None
@@ -199,6 +209,8 @@ def decide(
     others = []
     if may_relayout and others_are_open and state.tracker.is_settled:
         others = candidates.other_methods(question)
+        num_others = state.num_others + 1
+        state = dataclasses.replace(state, others_step=step, num_others=num_others)
         if not looks:  # they are not priced again for a cool-down
             others += candidates.other_ways(question)
             state = dataclasses.replace(state, last_keep_step=step)
@@ -254,7 +266,7 @@ def _with_seen_links(
             )
         )
         clock = step_clock.settle(state.clock, wires_sec)
-        state = dataclasses.replace(state, clock=clock)
+        state = dataclasses.replace(state, clock=clock, others_step=None, num_others=0)
         slowed = cost.slowed(group, clock.slowdown)
     return state, slowed
 
@@ -322,6 +334,17 @@ def _barred(settings: Settings, state: State, step: int) -> str | None:
     return None
 
 
+def _asks_others(settings: Settings, state: State, step: int) -> bool:
+    """Return whether other methods, schedules or domains may be priced at `step`: some
+    are open, and the wait since they were priced last is over."""
+    if max(len(settings.ways), len(settings.methods)) <= 1:
+        return False
+    if state.others_step is None:
+        return True
+    doublings = min(state.num_others - 1, MAX_DOUBLINGS)
+    return step >= state.others_step + settings.cooldown_steps * 2**doublings
+
+
 def _last_change(state: State) -> int | None:
     """Return the step of the last adoption, which may be that of a swap to come."""
     return state.swaps[-1].adopt_step if state.swaps else state.last_change_step
@@ -368,6 +391,8 @@ def adopt(state: State) -> State:
         last_change_step=coming.adopt_step,
         last_swap_step=coming.adopt_step if is_swap else state.last_swap_step,
         last_keep_step=state.last_keep_step if is_swap else None,
+        others_step=state.others_step if is_swap else None,
+        num_others=state.num_others if is_swap else 0,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moejax.axes import AUTO, AXES
-from moejax.balance import codec, controller
+from moejax.balance import candidates, codec, controller
 from moejax.balance.methods import RACE, Method, first_of_the_race
 from moejax.balance.policies import POLICIES
 from moejax.config import (
@@ -151,6 +151,26 @@ def test_where_loads_jump_the_step_makes_the_replicas(run_at):
         auto = watched(run, 0.01).go(range(1, 400), load_of_step)
         taken[name] = auto.state.layout.split
     assert taken == {"steady": "water_filling", "jumping": "dynamic"}
+
+
+def test_methods_that_do_not_change_are_priced_ever_less_often(run_at, monkeypatch):
+    """After one cool-down, two, four, and then every eight, in each layout anew."""
+    run = run_at(1e12)
+    auto, steps = watched(run), []
+    priced = candidates.other_methods
+
+    def other_methods(question):
+        steps.append(auto.state.tracker.step)
+        return priced(question)
+
+    monkeypatch.setattr(candidates, "other_methods", other_methods)
+    auto.go(range(1, 1000), zipf(run, 1.2))
+    (relayout,) = auto.changes()
+    since = [step for step in steps if step > relayout.adopt_step]
+    waits = np.diff(since) / run.settings.cooldown_steps
+    assert waits[:3].tolist() == [1, 2, 4]
+    assert len(waits) > 3
+    assert (waits[3:] == 8).all()
 
 
 def test_copies_that_do_not_pay_are_not_made(run_at):
