@@ -606,15 +606,16 @@ def price(
     question: Question, plan: ExpertPlan, layout: Layout, policy: str | None = None
 ) -> Candidate:
     """Return a candidate: a plan and its layout, with the predicted gain and costs of
-    adopting them. `policy` is that of another method; None: the current one."""
+    adopting them. `policy` is that of another method; None: the current one. Where
+    methods are open, what a relayout saves is expected over loads that jump."""
     now, cost = question.layout, question.cost
-    if policy in (None, question.policy_name):
+    is_swap = layout == now
+    if is_swap or not question.methods:
         now_sec_l, sec_l = question.sec_l, sec_by_layer(question, plan, layout)
     else:
         now_sec_l = question.expected_sec_l
         sec_l = expected_sec_by_layer(question, plan, layout)
     changed_l = _is_changed(question.plan, plan)
-    is_swap = layout == now
     return Candidate(
         plan,
         layout,
