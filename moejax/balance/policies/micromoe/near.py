@@ -37,7 +37,8 @@ def with_near_copies(
         if not kept_me.any():
             return row_ws
         node, expert = np.unravel_index(kept_me.argmax(), kept_me.shape)
-        level_w = held_we @ (load_me.sum(axis=0) / replicas_me.sum(axis=0))
+        share_e = load_me.sum(axis=0) / replicas_me.sum(axis=0)
+        level_w = np.where(held_we, share_e, 0.0).sum(axis=1)
         is_there_w = np.arange(num_devices) // (num_devices // nodes) == node
         level_w[~(is_there_w & may_hold_we[:, expert])] = np.inf
         device = int(level_w.argmin())
