@@ -87,7 +87,7 @@ class Question:
     stale_share: float = 0.0
     """Share of steps in which plans meet `stale_lwe` (moejax.balance.loads.stale)."""
     stale_lwe: np.ndarray | None = None
-    """Load before the last jump; None where the share is 0."""
+    """Load before the last jump; None where there was none."""
 
     @property
     def max_ratio(self) -> float:

@@ -172,14 +172,13 @@ def test_copies_lie_near_the_tokens_of_their_experts(nodes):
         rng = np.random.default_rng(seed)
         tilt_we = np.repeat(np.exp(rng.normal(size=(nodes, E))), W // nodes, axis=0)
         load_lwe = (tilt_we * zipf(seed, 0.6))[None] * 1000
-        load_me = load_lwe[0].reshape(nodes, -1, E).sum(axis=1)
         task, found = drifting(load_lwe[0].sum(axis=0), W), {}
         home = ExpertPlan.home_in(flat, 1)
         for layout in (flat, near):
             plan = micromoe.plan(load_lwe, layout, NOTES, home).validate(layout)
             row_p = plan.slot_to_expert_lp[0]
             score = scored(row_p.reshape(W, -1), task)[0]
-            found[layout] = score, far_share(row_p, load_me, W)
+            found[layout] = score, far_share(row_p, load_lwe[0], nodes)
             far[layout] += found[layout][1]
         assert found[near][0] <= max(found[flat][0], micromoe.EVEN_ENOUGH)
         assert found[near][1] <= found[flat][1]

@@ -89,8 +89,8 @@ def test_with_room_rows_stay_at_home():
 
 
 def test_with_whole_buffers_the_fullest_pair_decides_whether_rows_stay():
-    """It is no fuller than where rows stay first; in some cases they do, and in some
-    they must not. The host's model of the split has the same fullest pair."""
+    """The fullest pair is no fuller than where rows stay first; in some cases they do,
+    and in some they must not. The host's model of the split has the same one."""
     w, differ = len(CASES[0][1]), []
 
     def away(rows_wp):

@@ -9,7 +9,7 @@ import numpy as np
 
 from moejax.balance.policies.micromoe.asymmetric import Slots
 from moejax.balance.policies.micromoe.density import device_holds
-from moejax.plan import water_filling
+from moejax.perf.traffic import Dealing, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import EMPTY
 
 
@@ -47,13 +47,11 @@ def with_near_copies(
         held_we[device, expert] = True
 
 
-def far_share(row_p: np.ndarray, load_me: np.ndarray, num_devices: int) -> float:
+def far_share(row_p: np.ndarray, load_we: np.ndarray, nodes: int) -> float:
     """Return the share of all rows that leave the node of their tokens, where the exact
     split deals its rows nearest first."""
-    load_e, (nodes, e) = np.rint(load_me.sum(axis=0)).astype(int), load_me.shape
-    tolerance = water_filling.split_tolerance(load_e.sum(), num_devices)
-    rows_p = water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
-    rows_me = np.zeros((nodes, e))
-    node_p = np.arange(len(row_p)) // (len(row_p) // nodes)
-    np.add.at(rows_me, (node_p[row_p >= 0], row_p[row_p >= 0]), rows_p[row_p >= 0])
-    return 1 - np.minimum(load_me, rows_me).sum() / load_me.sum()
+    w = len(load_we)
+    how = Dealing((w, nodes))
+    pair_ww = pair_rows(rows_by_slot(load_we, row_p, w, "water_filling", how))
+    node_mm = pair_ww.reshape(nodes, w // nodes, nodes, w // nodes).sum(axis=(1, 3))
+    return 1 - np.trace(node_mm) / node_mm.sum()

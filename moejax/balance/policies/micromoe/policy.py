@@ -67,8 +67,7 @@ def plan(
         else:
             rows.append(_from_home(load_e, room)[0])
         if layout.deals_near and load_e.any():
-            load_mie = load_we.reshape(layout.num_nodes, -1, layout.num_experts)
-            rows[-1] = nearest(load_mie.sum(axis=1), room, rows[-1], current_p)
+            rows[-1] = nearest(load_we, layout.num_nodes, room, rows[-1], current_p)
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
@@ -127,21 +126,26 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
 
 
 def nearest(
-    load_me: np.ndarray, room: Room, even_p: np.ndarray, current_p: np.ndarray
+    load_we: np.ndarray,
+    nodes: int,
+    room: Room,
+    even_p: np.ndarray,
+    current_p: np.ndarray,
 ) -> np.ndarray:
-    """Return the slots [p] from which the fewest rows leave their node, by rows of each
-    node: new ones, `even_p`, or the current ones, which stay unless others are clearly
-    better. Their score is at most EVEN_ENOUGH, or that of `even_p`."""
-    tables = np.asarray(load_me, np.float64), *np.asarray([even_p, current_p], np.int32)
-    return _nearest(*(table.tobytes() for table in tables), len(load_me), room)
+    """Return the slots [p] from which the fewest rows leave their node: new ones,
+    `even_p`, or the current ones, which stay unless others are clearly better. Their
+    score is at most EVEN_ENOUGH, or that of `even_p`."""
+    tables = np.asarray(load_we, np.float64), *np.asarray([even_p, current_p], np.int32)
+    return _nearest(*(table.tobytes() for table in tables), nodes, room)
 
 
 @functools.lru_cache(maxsize=512)
 def _nearest(
-    load_me: bytes, even_p: bytes, current_p: bytes, nodes: int, room: Room
+    load_we: bytes, even_p: bytes, current_p: bytes, nodes: int, room: Room
 ) -> np.ndarray:
     """Return the result of `nearest`."""
-    load_me = np.frombuffer(load_me).reshape(nodes, -1)
+    load_we = np.frombuffer(load_we).reshape(room.num_devices, -1)
+    load_me = load_we.reshape(nodes, -1, load_we.shape[1]).sum(axis=1)
     even_p, current_p = (np.frombuffer(p, np.int32) for p in (even_p, current_p))
     load_e = load_me.sum(axis=0)
     task, may_copy_e = drifting(load_e, room.num_devices), _offered(load_e, room)
@@ -153,13 +157,13 @@ def _nearest(
     near_ws, score = improved(slots, may_copy_e, task, enough)
     found = [near_ws.reshape(-1)] * (score <= enough) + [even_p]
     best_p, far = min(
-        ((p, far_share(p, load_me, room.num_devices)) for p in found),
+        ((p, far_share(p, load_we, nodes)) for p in found),
         key=lambda pair: pair[1],
     )
     if (
         _with_free_slots(current_p.reshape(shape), may_copy_e, room) is not None
         and scored(current_p.reshape(shape), task)[0] <= enough + CLEARLY
-        and far_share(current_p, load_me, room.num_devices) < far + CLEARLY
+        and far_share(current_p, load_we, nodes) < far + CLEARLY
     ):
         return current_p
     return best_p
