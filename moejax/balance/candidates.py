@@ -311,7 +311,7 @@ def _way_layouts(question: Question) -> Iterator[Layout]:
             continue
         most = now.num_experts // way.domain_size
         slots = max(min(now.slots_per_device, most), now.experts_per_device)
-        yield dataclasses.replace(
+        layout = dataclasses.replace(
             now,
             tensor=way.tensor,
             domain=way.domain,
@@ -324,6 +324,7 @@ def _way_layouts(question: Question) -> Iterator[Layout]:
             slots_per_device=slots,
             copies_per_device=min(now.copies_per_device, slots),
         )
+        yield dataclasses.replace(layout, **question.policy.between_nodes(layout))
 
 
 def _way_plan(question: Question, plan: ExpertPlan, layout: Layout) -> ExpertPlan:
@@ -541,7 +542,7 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
     is_prefetched = question.policy.prefetches(store)
     if now.store == store or is_gathered:
         is_prefetched = now.prefetch
-    return dataclasses.replace(
+    roomy = dataclasses.replace(
         now,
         store=store,
         slots_per_device=slots_per_device,
@@ -550,6 +551,7 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
         prefetch=is_prefetched,
         gather=now.gather if store in GATHERED_ONCE else "layer",
     )
+    return dataclasses.replace(roomy, **question.policy.between_nodes(roomy))
 
 
 def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
@@ -559,10 +561,14 @@ def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
         return roomy
     snug, own = tight(roomy, plan), roomy.experts_per_device
     slots = roomy.slots_per_device
-    return dataclasses.replace(
+    slack = dataclasses.replace(
         snug,
         offers_per_device=max(snug.offers_per_device, min(2, own)),
         copies_per_device=max(snug.copies_per_device, min(slots - own + 1, slots)),
+    )
+    between = {n: min(2, most) for n, most in slack.most_between_nodes.items()}
+    return dataclasses.replace(
+        slack, **{name: max(getattr(snug, name), few) for name, few in between.items()}
     )
 
 

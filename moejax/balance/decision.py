@@ -92,7 +92,10 @@ class Decision:
         """Return texts such as 'slots 2->3'. Budgets follow from the other fields, so
         they are named only where nothing else changes."""
         changes = self.changes
-        budgets = ("offers_per_device", "copies_per_device", "prefetch")
+        budgets = (
+            "offers_per_device", "copies_per_device", "offers_per_node",
+            "copies_per_node", "prefetch",
+        )  # fmt: skip
         names = [name for name in changes if name not in budgets] or list(changes)
         short = {"slots_per_device": "slots"}
         return [f"{short.get(n, n)} {changes[n][0]}->{changes[n][1]}" for n in names]

@@ -25,7 +25,8 @@ MIN_GAIN = 0.05
 cost model that is right to a few per cent must not choose between equal methods."""
 FIELDS = (
     "store", "split", "slots_per_device", "offers_per_device", "copies_per_device",
-    "shadow_price", "exchange_toll", "top_up_slack", "top_up_copies", "top_up_offers",
+    "offers_per_node", "copies_per_node", "shadow_price", "exchange_toll",
+    "top_up_slack", "top_up_copies", "top_up_offers",
 )  # fmt: skip
 """Fields of a layout that belong to its method. Communication schedule and domain do
 not: they stay when the method changes. Buffers are fitted to its plan."""

@@ -176,5 +176,7 @@ def make_home_layout(layout: Layout) -> Layout:
         split="even",
         offers_per_device=0,
         copies_per_device=0,
+        offers_per_node=0,
+        copies_per_node=0,
         prefetch=False,
     )

@@ -56,6 +56,16 @@ class MeshLayout:
         return tuple(axis for axis in self.batch_axes if axis not in differ)
 
     @property
+    def copy_axes(self) -> tuple[Axes, Axes]:
+        """Axes of the owners between nodes and inside them, if copies travel in two
+        levels (Layout.num_copy_nodes); else none, and all."""
+        num_outer, size = 0, 1
+        while size < self.layout.num_copy_nodes:
+            size *= self.mesh.shape[self.owner_axes[num_outer]]
+            num_outer += 1
+        return self.owner_axes[:num_outer], self.owner_axes[num_outer:]
+
+    @property
     def exchanged(self) -> "MeshLayout":
         """The mesh layout with each domain as one device (Layout.exchanged): peers own
         the experts of their domains. Its slots include those of split 'top_up'."""

@@ -89,8 +89,13 @@ class Placement:
     """Own experts that each device offers as copies, -1 for none
     (moejax.plan.expert_plan.CopyTables); no columns where the store has no copies."""
     want_lwc: Int[Array, "l w c"]
-    """Offers that each device takes copies of, counted over all devices; -1 for
-    none."""
+    """Offers that each device takes copies of, counted over the devices of its node,
+    and then what its node takes from others; -1 for none."""
+    node_offer_lmo: Int[Array, "l m o"]
+    """Offers of its devices that each node sends to others, -1 for none; no columns
+    where copies travel in one level (Layout.num_copy_nodes)."""
+    node_want_lmc: Int[Array, "l m c"]
+    """What each node takes of these, counted over all nodes; -1 for none."""
     fill_lws: Int[Array, "l w s"]
     """Source of each slot: index into a device's own experts, then its copies."""
 
@@ -116,6 +121,8 @@ class Placement:
             gathered_le=as_gathered(plan.owned_le, layout),
             offer_lwo=tables["offer_wo"],
             want_lwc=tables["want_wc"],
+            node_offer_lmo=tables["node_offer_mo"],
+            node_want_lmc=tables["node_want_mc"],
             fill_lws=tables["fill_ws"],
         )
 

@@ -227,12 +227,11 @@ class CostModel:
         gradients = self._copy_terms(layout, "gradients")
         ahead, back, once = [], [], []
         if layout.makes_replicas or layout.store == "resident":
-            once += [copies, gradients]  # of all micro-batches, or once a step
+            once += copies + gradients  # of all micro-batches, or once a step
             if layout.makes_replicas:
-                once += [copies] * (self.num_fetched - 1)
+                once += copies * (self.num_fetched - 1)
         else:
-            ahead, back = [copies], [gradients]
-            back += [copies] * (self.num_fetched - 1)
+            ahead, back = copies, gradients + copies * (self.num_fetched - 1)
         if is_topped_up:
             budget = layout.top_up_offers, layout.top_up_copies
             moved = self._moved(layout, layout.exchanged, sum(budget), 2, "copies")
@@ -284,21 +283,47 @@ class CostModel:
             "gradients",
         )
 
-    def _copy_terms(self, layout: Layout, cargo: str) -> Term:
-        """Return the term in which one layer's weights travel to their slots between
+    def _copy_terms(self, layout: Layout, cargo: str) -> list[Term]:
+        """Return the terms in which one layer's weights travel to their slots between
         owners, in one step, or their gradients back."""
         view = layout.of_copies
         if layout.makes_replicas:
             view = layout.exchanged
+        num_experts = view.offers_per_device + view.copies_per_device
         if layout.store == "sharded":
-            moved = self._moved(layout, view, layout.slots_per_device, 1, cargo)
+            moved = [self._moved(layout, view, layout.slots_per_device, 1, cargo)]
+        elif layout.num_copy_nodes > 1:
+            moved = self._moved_in_levels(layout, cargo)
         else:
-            num_experts = view.offers_per_device + view.copies_per_device
-            moved = self._moved(layout, view, num_experts, 2, cargo)
+            moved = [self._moved(layout, view, num_experts, 2, cargo)]
         times = 1 if layout.store == "resident" else self.micro_batches
         if layout.makes_replicas:  # each exchange chooses its own copies
             times *= layout.num_exchanges
-        return repeated(moved, times)
+        return [repeated(term, times) for term in moved]
+
+    def _moved_in_levels(self, layout: Layout, cargo: str) -> list[Term]:
+        """Return the terms in which copies travel inside nodes and between these, once.
+        Each device of a node sends and receives its slices of what the node does."""
+        view, nodes = layout.of_copies, layout.num_copy_nodes
+        per_node = view.num_devices // nodes
+        owners = self.groups(layout)["owners"]
+        several = [(axis, n) for axis, n in owners.items() if n > 1]
+        if len(several) == 1:  # the mesh is not known
+            several = list(zip(layout.axes, (nodes, per_node)))
+        sizes = dict(several[:1]), dict(several[1:])
+        num_experts = (
+            (view.offers_per_node + view.copies_per_node) / per_node,
+            view.offers_per_device + view.copies_per_device,
+        )
+        found = []
+        for group, n, num in zip(sizes, (nodes, per_node), num_experts):
+            leaving = num * self.bytes_per_expert * (n - 1) / n / 2
+            found.append(
+                terms.collective_term(
+                    self.lines, "all_to_all", group, leaving, 2 * (num > 0), cargo
+                )
+            )
+        return found
 
     def _moved(
         self,
@@ -636,9 +661,13 @@ def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     """
     if not layout.has_copies or layout.makes_replicas:
         return layout
-    needs = plan.needs(layout.num_devices)
+    needs = plan.needs(layout.num_devices, layout.num_copy_nodes)
     return dataclasses.replace(
-        layout, offers_per_device=needs.offers, copies_per_device=needs.copies
+        layout,
+        offers_per_device=needs.offers,
+        copies_per_device=needs.copies,
+        offers_per_node=needs.node_offers,
+        copies_per_node=needs.node_copies,
     )
 
 

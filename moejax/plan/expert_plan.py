@@ -34,6 +34,24 @@ class Needs(NamedTuple):
     """Value for `Layout.offers_per_device`."""
     copies: int
     """Value for `Layout.copies_per_device`."""
+    node_offers: int
+    """Value for `Layout.offers_per_node`; 0 where copies travel in one level."""
+    node_copies: int
+    """Value for `Layout.copies_per_node`; 0 where copies travel in one level."""
+
+    def fit(self, layout: Layout) -> bool:
+        """Return whether the budgets of a layout are large enough."""
+        return all(need <= budget for need, budget in zip(self, budgets(layout)))
+
+
+def budgets(layout: Layout) -> Needs:
+    """Return the budgets of a layout for copies."""
+    return Needs(
+        layout.offers_per_device,
+        layout.copies_per_device,
+        layout.offers_per_node,
+        layout.copies_per_node,
+    )
 
 
 @shown_by("plan")
@@ -174,25 +192,34 @@ class ExpertPlan:
                     "owners to permute: leave owned_le out"
                 )
         else:
-            needs = self.needs(layout.num_devices)
-            budgets = Needs(layout.offers_per_device, layout.copies_per_device)
-            if needs.offers > budgets.offers or needs.copies > budgets.copies:
-                raise ValueError(
-                    f"the plan needs offers_per_device={needs.offers} and "
-                    f"copies_per_device={needs.copies}, and the layout has "
-                    f"{budgets.offers} and {budgets.copies}: compile a layout with "
-                    "larger budgets, or plan fewer copies"
-                )
+            needs = self.needs(layout.num_devices, layout.num_copy_nodes)
+            pairs = {"device": needs[:2], "node": needs[2:]}
+            room = {"device": budgets(layout)[:2], "node": budgets(layout)[2:]}
+            for of, (offers, copies) in pairs.items():
+                if offers > room[of][0] or copies > room[of][1]:
+                    raise ValueError(
+                        f"the plan needs offers_per_{of}={offers} and copies_per_{of}="
+                        f"{copies}, and the layout has {room[of][0]} and {room[of][1]}:"
+                        " compile a layout with larger budgets, or plan fewer copies"
+                    )
 
-    def needs(self, num_devices: int) -> Needs:
+    def needs(self, num_devices: int, num_nodes: int = 1) -> Needs:
         """Return the budgets for copies that this plan needs with the store 'transient'
-        or 'resident'."""
-        offers = copies = 0
+        or 'resident', where copies travel between this many nodes
+        (`Layout.num_copy_nodes`)."""
+        most_l = []
         for row_p, owned_e in zip(self.slot_to_expert_lp, self.owned_le):
             copied_we = find_copies(row_p, owned_e, num_devices)
-            offers = max(offers, _offered(copied_we, owned_e).sum(axis=1).max())
-            copies = max(copies, copied_we.sum(axis=1).max())
-        return Needs(int(offers), int(copies))
+            far_me = _far_copies(copied_we, owned_e, num_nodes)
+            most_l.append(
+                (
+                    _offered(copied_we, owned_e).sum(axis=1).max(),
+                    copied_we.sum(axis=1).max(),
+                    _offered(far_me, owned_e).sum(axis=1).max(),
+                    far_me.sum(axis=1).max(),
+                )
+            )
+        return Needs(*np.max(most_l, axis=0).tolist())
 
     def moves(self, new: "ExpertPlan") -> np.ndarray:
         """Return the slots that `new` fills with another expert, int32 [moves, 3].
@@ -272,26 +299,45 @@ def find_copies(row_p: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.
     return held_we & ~own_we
 
 
+def _far_copies(
+    copied_we: np.ndarray, owned_e: np.ndarray, num_nodes: int
+) -> np.ndarray:
+    """Return whether devices of each node hold copies of each expert that another node
+    owns, bool [m, e]."""
+    e = len(owned_e)
+    own_me = np.zeros((num_nodes, e), bool)
+    own_me[np.arange(e) // (e // num_nodes), owned_e] = True
+    return copied_we.reshape(num_nodes, -1, e).any(axis=1) & ~own_me
+
+
 def _offered(copied_we: np.ndarray, owned_e: np.ndarray) -> np.ndarray:
-    """Return whether another device holds a copy of the expert at each position, bool
-    [w, experts per device]."""
+    """Return whether another device, or node, holds a copy of the expert at each
+    position, bool [w, experts of each]."""
     return copied_we.any(axis=0)[owned_e].reshape(len(copied_we), -1)
 
 
 class CopyTables(NamedTuple):
     """Index tables by which expert copies reach their slots in one layer, int32.
 
-    Each owner offers some of its experts. Each device takes some of all offers as its
-    copies, and fills its slots from its own experts and its copies. -1 marks an entry
-    that is not used.
+    Each owner offers some of its experts. Each device takes some of the offers of its
+    node, and of what its node takes from other nodes, as its copies, and fills its
+    slots from its own experts and its copies. Where copies travel in one level
+    (`Layout.num_copy_nodes`), all devices are one node. -1 marks an entry that is not
+    used.
     """
 
     offer_wo: np.ndarray
     """Index of each offered expert among its owner's experts, [devices,
     offers_per_device]."""
     want_wc: np.ndarray
-    """Offer that becomes each copy, [devices, copies_per_device]. Offers are numbered
-    over all devices: device * offers_per_device + index."""
+    """What becomes each copy, [devices, copies_per_device]. The offers of a node are
+    numbered over its devices, device * offers_per_device + index, and what it takes
+    from other nodes follows."""
+    node_offer_mo: np.ndarray
+    """Offer of the node that each node sends to others, [nodes, offers_per_node]."""
+    node_want_mc: np.ndarray
+    """What each node takes of these, counted over all nodes, [nodes,
+    copies_per_node]."""
     fill_ws: np.ndarray
     """Index of each slot's expert in the concatenation of the device's own experts and
     its copies, [devices, slots_per_device]; -1 for an empty slot."""
@@ -301,28 +347,55 @@ def copy_tables(row_p: np.ndarray, owned_e: np.ndarray, layout: Layout) -> CopyT
     """Return the tables for one layer of a plan that fits `layout`.
 
     `row_p` is the expert of each slot, and `owned_e` the expert at each position. A
-    device lists its offers by position and its copies by expert. For a store without
-    copies the tables have no offers and no copies.
+    device lists its offers by position and its copies by expert, and so does a node.
+    For a store without copies the tables have no offers and no copies.
     """
-    w, own = layout.num_devices, layout.experts_per_device
+    w, own, e = layout.num_devices, layout.experts_per_device, layout.num_experts
+    nodes = layout.num_copy_nodes
     copied_we = find_copies(row_p, owned_e, w) & layout.has_copies
-    offer_wo = np.full((w, layout.offers_per_device), EMPTY, np.int32)
+    far_me = _far_copies(copied_we, owned_e, nodes)
+    sizes = (w, layout.offers_per_device), (nodes, layout.offers_per_node)
+    (offer_wo, offer_e), (position_mo, node_offer_e) = (
+        _offer_tables(copied_xe, owned_e, size)
+        for copied_xe, size in zip((copied_we, far_me), sizes)
+    )
+    owned_me, num_offers = owned_e.reshape(nodes, -1), w // nodes * sizes[0][1]
+    node_offer_mo = np.full(sizes[1], EMPTY, np.int32)
     want_wc = np.full((w, layout.copies_per_device), EMPTY, np.int32)
-    fill_we = np.full((w, layout.num_experts), EMPTY, np.int32)
-    offer_e = np.full(layout.num_experts, EMPTY, np.int32)
-    for device, is_offered in enumerate(_offered(copied_we, owned_e)):
-        position = np.flatnonzero(is_offered)
-        offer_wo[device, : len(position)] = position
-        offers = device * layout.offers_per_device + np.arange(len(position))
-        offer_e[owned_e[device * own + position]] = offers
-        fill_we[device, owned_e[device * own : (device + 1) * own]] = np.arange(own)
-    for device, is_copied in enumerate(copied_we):
-        expert = np.flatnonzero(is_copied)
-        want_wc[device, : len(expert)] = offer_e[expert]
-        fill_we[device, expert] = own + np.arange(len(expert))
+    node_want_mc = np.full((nodes, layout.copies_per_node), EMPTY, np.int32)
+    fill_we = np.full((w, e), EMPTY, np.int32)
+    fill_we[np.arange(e) // own, owned_e] = np.arange(e) % own
+    for node, is_far_e in enumerate(far_me):
+        expert = np.flatnonzero(is_far_e)
+        node_want_mc[node, : len(expert)] = node_offer_e[expert]
+        index_e = offer_e - node * num_offers
+        index_e[expert] = num_offers + np.arange(len(expert))
+        sent_o = index_e[owned_me[node, position_mo[node]]]
+        node_offer_mo[node] = np.where(position_mo[node] < 0, EMPTY, sent_o)
+        for device in range(node * w // nodes, (node + 1) * w // nodes):
+            copied = np.flatnonzero(copied_we[device])
+            want_wc[device, : len(copied)] = index_e[copied]
+            fill_we[device, copied] = own + np.arange(len(copied))
     row_ws = row_p.reshape(w, -1)
     fill_ws = np.take_along_axis(fill_we, np.maximum(row_ws, 0), axis=1)
-    return CopyTables(offer_wo, want_wc, np.where(row_ws < 0, EMPTY, fill_ws))
+    fill_ws = np.where(row_ws < 0, EMPTY, fill_ws)
+    return CopyTables(offer_wo, want_wc, node_offer_mo, node_want_mc, fill_ws)
+
+
+def _offer_tables(
+    copied_xe: np.ndarray, owned_e: np.ndarray, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of the experts that each device, or node, offers, int32 [x,
+    o], and the offer of each expert, counted over all of them, int32 [e]."""
+    position_xo = np.full(shape, EMPTY, np.int32)
+    offer_e = np.full(len(owned_e), EMPTY, np.int32)
+    own = len(owned_e) // shape[0]
+    for x, is_offered in enumerate(_offered(copied_xe, owned_e)):
+        position = np.flatnonzero(is_offered)
+        position_xo[x, : len(position)] = position
+        offers = x * shape[1] + np.arange(len(position))
+        offer_e[owned_e[x * own + position]] = offers
+    return position_xo, offer_e
 
 
 def _check_table(name: str, table: np.ndarray) -> None:

@@ -177,6 +177,12 @@ class Layout:
     copies_per_device: int = 0
     """Maximum number of copies of other devices' experts that one device holds, per
     layer. Only the stores 'transient' and 'resident' have copies."""
+    offers_per_node: int = 0
+    """Maximum number of its devices' experts that one node sends to others as copies,
+    per layer, where copies travel in two levels (`num_copy_nodes`)."""
+    copies_per_node: int = 0
+    """Maximum number of different experts of other nodes of which the devices of one
+    node hold copies, per layer, where copies travel in two levels."""
     rows_per_device: int = 0
     """Number of rows that one device can compute in round 0 (M): one for each token and
     slot. 0 stands for as many as full buffers of all sources can make."""
@@ -189,8 +195,7 @@ class Layout:
     lies in one node, a token sends rows to no more nodes."""
     num_nodes: int = 1
     """Number of nodes into which the outer mesh axis cuts the group. Links between them
-    are slow; 1 where the group has one axis, or a tensor axis orders the collectives.
-    """
+    are slow; 1 where the group has one axis."""
     rows_per_node: int = 0
     """Number of rows that one device can send to one other node in round 0, if rows
     travel in two levels."""
@@ -270,6 +275,31 @@ class Layout:
             return self
         offers = self.offers_per_device * self.domain_size
         return dataclasses.replace(self.exchanged, offers_per_device=offers)
+
+    @property
+    def num_copy_nodes(self) -> int:
+        """Number of nodes to each of which an expert crosses once, for all devices
+        there that hold copies of it; 1 where copies travel in one level.
+
+        They have two levels where the group has several nodes of several devices.
+        Copies of splits that make the replicas go from any device to any other.
+        """
+        view = self.of_copies
+        has_nodes = 1 < view.num_nodes < view.num_devices
+        has_levels = has_nodes and self.has_copies and not self.makes_replicas
+        return view.num_nodes if has_levels else 1
+
+    @property
+    def most_between_nodes(self) -> dict[str, int]:
+        """Budgets of nodes for all copies that the budgets of devices allow."""
+        view, nodes = self.of_copies, self.num_copy_nodes
+        per_node = view.num_devices // nodes
+        offers = per_node * view.offers_per_device
+        copies = per_node * view.copies_per_device
+        return {
+            "offers_per_node": min(offers, (nodes - 1) * copies),
+            "copies_per_node": min(copies, (nodes - 1) * offers),
+        }
 
     @property
     def keeps_slots(self) -> bool:
@@ -368,8 +398,9 @@ class Layout:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether the group has several nodes of several devices."""
-        return 1 < self.num_nodes < self.num_devices
+        """Whether the group has several nodes of several devices, and no tensor axis
+        orders the collectives of rows."""
+        return self.tensor is None and 1 < self.num_nodes < self.num_devices
 
     @property
     def deals_near(self) -> bool:

@@ -59,6 +59,14 @@ def _check_copies(layout: Any) -> None:
             f"store='{layout.store}' has no copies of experts: offers_per_device and "
             f"copies_per_device must be 0, and are {budgets[0]} and {budgets[1]}"
         )
+    budgets = (layout.offers_per_node, layout.copies_per_node)
+    limits = (layout.num_experts // layout.num_nodes, layout.num_experts)
+    if any(not 0 <= budget <= limit for budget, limit in zip(budgets, limits)):
+        raise ValueError(
+            f"offers_per_node={budgets[0]} and copies_per_node={budgets[1]} must be at "
+            f"most {limits[0]}, the experts of a node, and {limits[1]}, and not "
+            "negative"
+        )
     most_slots = layout.num_experts
     if layout.split == "top_up":
         most_slots += layout.num_devices * layout.top_up_copies

@@ -134,10 +134,8 @@ def _spread(
     for row_s, held in zip(spread_ws, held_w):
         row_s[: len(held)] = held
     spread_p = spread_ws.reshape(-1)
-    needs = ExpertPlan(spread_p[None], len(owned_e), owned_e[None]).needs(w)
-    budgets = layout.offers_per_device, layout.copies_per_device
-    is_within = needs.offers <= budgets[0] and needs.copies <= budgets[1]
-    return spread_p if is_within else None
+    spread = ExpertPlan(spread_p[None], len(owned_e), owned_e[None])
+    return spread_p if spread.needs(w, layout.num_copy_nodes).fit(layout) else None
 
 
 def _as_on_devices(values_lx: np.ndarray, layout: Layout) -> np.ndarray:

@@ -47,6 +47,8 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
     )
     if cfg.router.training != "dense":
         layout.check_halves(micro_batch_tokens(cfg))
+    between = first_policy(cfg).between_nodes(layout)
+    layout = dataclasses.replace(layout, **between)
     layout = with_aligned_slots(cfg, layout, mesh)
     overflow = choose_overflow(cfg, layout, partition, mesh)
     return dataclasses.replace(layout, overflow=overflow.value)
@@ -102,11 +104,10 @@ def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 def _num_nodes(cfg: Config, partition: Partition) -> int:
     """Return the number of nodes that the outer axis of the group makes: 1 where the
-    group has one axis, and where a tensor axis orders the collectives."""
+    group has one axis, and where no row travels."""
     outer, *inner = group_sizes(cfg).values()
-    if not inner or partition.tensor is not None:
-        return 1
-    return outer
+    is_local = partition.tensor is not None and partition.tensor.is_local
+    return outer if inner and not is_local else 1
 
 
 def _choosing(cfg: Config) -> dict[str, int]:

@@ -167,6 +167,7 @@ def test_copies_lie_near_the_tokens_of_their_experts(nodes):
     their node; never more. Under a steady load plans come to rest."""
     flat = make_layout(6)
     near = dataclasses.replace(flat, num_nodes=nodes, axes=("dc", "expert"))
+    near = dataclasses.replace(near, **near.most_between_nodes)
     far = {flat: 0.0, near: 0.0}
     for seed in range(6):
         rng = np.random.default_rng(seed)

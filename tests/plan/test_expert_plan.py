@@ -146,7 +146,7 @@ def test_placement_inverts_a_plan_without_replicas():
 )
 def test_needs_are_the_most_that_one_device_offers_and_holds(table, owners, needs):
     """The needs are maxima over two devices, which own two experts each."""
-    assert make_plan(table, owners=owners).needs(2) == needs
+    assert make_plan(table, owners=owners).needs(2)[:2] == needs
 
 
 def test_a_plan_in_more_slots_has_empty_ones():

@@ -86,6 +86,22 @@ def test_hierarchical_rows_travel_on_each_axis():
     assert_close(found["all_to_all expert rows"], near)
 
 
+def test_copies_cross_to_a_node_once():
+    """Each device sends and receives slices of its own copies inside its node, and a
+    quarter of those that its node of four devices exchanges with the other."""
+    cfg, layout, cost = make(group="data_expert", store="resident", **COPIES)
+    assert (layout.num_copy_nodes, layout.offers_per_node, layout.copies_per_node) == (
+        2, 4, 4,
+    )  # fmt: skip
+    found = sent_bytes(cfg, cost, layout)
+    near = 2 * (layout.offers_per_device + layout.copies_per_device) * 3 / 4
+    far = 2 * (4 + 4) / 4 / 2
+    for axis, experts in (("expert", near), ("data", far)):
+        for cargo in ("weights", "gradients"):
+            moved = found[f"all_to_all {axis} {cargo}"]
+            assert_close(moved, experts * cost.bytes_per_expert)
+
+
 @pytest.mark.parametrize(
     ("mesh", "fields", "names"),
     [

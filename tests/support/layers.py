@@ -109,9 +109,11 @@ def layer_layout(
         sizes |= {"slots_per_device": own}
     if store in ("transient", "resident"):
         sizes |= {"offers_per_device": own, "copies_per_device": slots}
-    return Layout.home(
-        EXPERTS, devices, assignments, store=store, axes=axes, **sizes | changes
+    nodes = {"num_nodes": topology.data if axes == MERGED else 1}
+    layout = Layout.home(
+        EXPERTS, devices, assignments, store=store, axes=axes, **nodes | sizes | changes
     )
+    return dataclasses.replace(layout, **layout.most_between_nodes)
 
 
 def config(

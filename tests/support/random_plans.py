@@ -32,14 +32,15 @@ def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
 
 def roomy(layout: Layout) -> Layout:
     """Return the layout with budgets for any plan: an offer of each own expert, and a
-    copy in each slot."""
+    copy in each slot, from any node."""
     if not layout.has_copies or layout.makes_replicas:
         return layout
-    return dataclasses.replace(
+    full = dataclasses.replace(
         layout,
         offers_per_device=layout.experts_per_device,
         copies_per_device=layout.slots_per_device,
     )
+    return dataclasses.replace(full, **full.most_between_nodes)
 
 
 def owners_alone(layout: Layout, owned_le: np.ndarray) -> ExpertPlan:

@@ -56,6 +56,9 @@ class Policy:
     needs_together: bool = False
     """Whether the policy plans by the experts that tokens choose together, which the
     step then counts."""
+    node_copies: int | None = None
+    """Number of experts that a node sends to others, and takes from them, which its
+    plans need where rows are not kept on their nodes; None: any number."""
     max_ratio: float = 1.0
     """Device max/mean up to which its plans may be less even than the current one."""
     options: tuple[str, ...] = ()
@@ -65,6 +68,14 @@ class Policy:
     def prefetches(self, store: Store) -> bool:
         """Return whether the weights of slots travel a layer ahead by default."""
         return self.prefetch and store in ("transient", "sharded")
+
+    def between_nodes(self, layout: Layout) -> dict[str, int]:
+        """Return the budgets of nodes for copies in a layout, by name: of all that its
+        budgets of devices allow those that the policy needs."""
+        most = layout.most_between_nodes
+        if self.node_copies is None or layout.deals_near:
+            return most
+        return {name: min(self.node_copies, limit) for name, limit in most.items()}
 
     def with_options(self, settings: object) -> "Policy":
         """Return the policy whose plan function has its options from the attributes of
@@ -94,6 +105,7 @@ POLICIES: dict[str, Policy] = {
         ("resident", "transient", "sharded"),
         "water_filling",
         is_spread_first=True,
+        node_copies=micromoe.NODE_COPIES,
     ),
 }
 
@@ -130,14 +142,38 @@ def make_valid_plan(
     between them.
     """
     units, of_units = layout.exchanged, cost.between_units(layout)
-    args = unit_loads(load_lwe, layout), units, of_units, unit_plan(current, layout)
+    now = unit_plan(current, layout)
+    args = unit_loads(load_lwe, layout), units, of_units, now
     if policy.needs_together and together_lee is not None:
         order_e = unit_order(layout)
         args += (together_lee[:, order_e][:, :, order_e],)
-    made = check_plan(name, policy.plan(*args), units)
+    made = policy.plan(*args)
+    if units.num_copy_nodes > 1 and isinstance(made, ExpertPlan):
+        made = _within_nodes(made, units, now)
+    made = check_plan(name, made, units)
     if units is layout:
         return made
     return check_plan(name, device_plan(made, layout, current), layout)
+
+
+def _within_nodes(made: ExpertPlan, layout: Layout, current: ExpertPlan) -> ExpertPlan:
+    """Return the plan with the slots of `current` in each layer in which nodes would
+    send or take more copies than the layout has budgets for; those of home, where
+    `current` would too. Policies that know of nodes stay within the budgets."""
+    plans = made, current, ExpertPlan.home_in(layout, made.num_layers)
+    rows, nodes = [], layout.num_copy_nodes
+    for layer in range(made.num_layers):
+        for plan in plans:
+            row_p, owned_e = plan.slot_to_expert_lp[layer], plan.owned_le[layer]
+            one = ExpertPlan(row_p[None], plan.num_experts, owned_e[None])
+            needs = one.needs(layout.num_devices, nodes)
+            if needs.node_offers <= layout.offers_per_node and (
+                needs.node_copies <= layout.copies_per_node
+            ):
+                break
+        rows.append((row_p, owned_e))
+    table_lp, owned_le = (np.stack(part) for part in zip(*rows))
+    return ExpertPlan(table_lp, made.num_experts, owned_le)
 
 
 def check_plan(

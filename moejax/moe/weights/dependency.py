@@ -37,6 +37,8 @@ def fits_in_attention(
     layout = mesh_layout.layout
     expert_bytes = sum(weight[0].size * weight.dtype.itemsize for weight in own)
     num_sent = layout.offers_per_device + layout.copies_per_device
+    between_nodes = layout.offers_per_node + layout.copies_per_node
+    num_sent += between_nodes * layout.num_copy_nodes / layout.num_devices
     return num_sent * expert_bytes * FLOP_PER_BYTE <= attention_flops
 
 

@@ -6,7 +6,9 @@
     transient,  owners cut the experts that they offer into slices and scatter these;
     resident    each device then gathers the slices of its copies. Per device and
                 direction (offers + copies) experts travel, however many replicas one
-                expert has
+                expert has. In a group of several nodes slices stay in a node, and
+                each node takes what it needs from others in between: an expert crosses
+                to it once
     sharded     parameters are split by hidden width over all devices; each device
                 gathers the slices of the experts in its slots
 
@@ -88,13 +90,21 @@ def gather_copies(
     where nothing travels."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
-    group = mesh_layout.owner_axes
     copies, offers_px = [weight[:0] for weight in own.values()], None
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = placement.offer_lwo[me]
         offered = [pick(weight, offer_o) for weight in own.values()]
-        offers_px = scatter_offers(offered, len(placement.want_lwc), group)
-        copies = gather_wanted(offers_px, offered, placement.want_lwc, group)
+        between, inside = mesh_layout.copy_axes
+        node, nodes = index_along(between), layout.num_copy_nodes
+        want_mwc = jnp.reshape(
+            placement.want_lwc, (nodes, -1, layout.copies_per_device)
+        )
+        offers_px = scatter_offers(offered, want_mwc.shape[1], inside)
+        if layout.copies_per_node and layout.offers_per_node:
+            sent_ox = pick(offers_px, placement.node_offer_lmo[node])
+            of_others = exchange_copies([sent_ox], placement.node_want_lmc, between)
+            offers_px = jnp.concatenate([offers_px, *of_others])
+        copies = gather_wanted(offers_px, offered, want_mwc[node], inside)
     slots = {
         name: pick(jnp.concatenate([weight, copy]), fill_s)
         for (name, weight), copy in zip(own.items(), copies)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.moe.weights import dependency
+from moejax.plan.layout import Layout
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -33,7 +34,9 @@ def test_the_compiled_program_still_waits():
 @pytest.mark.parametrize(("flops", "fits"), [(0, False), (2.9, False), (3.1, True)])
 def test_copies_wait_where_they_fit_under_attention(flops, fits):
     """Three experts of 48 bytes travel; `flops` are those of one such expert."""
-    layout = SimpleNamespace(offers_per_device=1, copies_per_device=2)
+    layout = Layout(
+        8, 4, 4, 8, store="transient", offers_per_device=1, copies_per_device=2
+    )
     own = [jnp.zeros((5, 2, 4), jnp.float32), jnp.zeros((5, 8), jnp.bfloat16)]
     mesh_layout = SimpleNamespace(layout=layout)
     attention_flops = flops * 48 * dependency.FLOP_PER_BYTE

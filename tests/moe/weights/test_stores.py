@@ -4,6 +4,7 @@ Slots and their gradients are compared with their definition, and the tables of 
 with the plan.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -19,8 +20,10 @@ from moejax.plan.expert_plan import CopyTables, ExpertPlan, copy_tables, find_co
 from moejax.plan.layout import Layout
 from tests.support.close import assert_close
 from tests.support.layers import (
+    ALONE,
     EXPERTS,
     HIDDEN,
+    MERGED,
     MESHES,
     WIDTH,
     layer_layout,
@@ -91,11 +94,13 @@ STORES = [("owned", "float32"), ("resident", "bfloat16"), ("sharded", "float32")
 """Stores, each with a dtype. 'transient' and 'resident' are one function here."""
 
 
+@pytest.mark.parametrize("axes", [ALONE, MERGED])
 @pytest.mark.parametrize(("store", "dtype"), STORES)
-def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
+def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype, axes):
     """Slots hold the bits of their experts, and zeros if they are empty; gradients of
-    replicas are summed. Gradients of empty slots are ignored."""
-    check_slots(store, dtype, num_random=4)
+    replicas are summed. Gradients of empty slots are ignored. In a group of two axes
+    copies travel in two levels."""
+    check_slots(store, dtype, num_random=4, axes=axes)
 
 
 def test_slots_of_many_experts_sum_replicas_by_segment(monkeypatch):
@@ -107,9 +112,9 @@ def test_slots_of_many_experts_sum_replicas_by_segment(monkeypatch):
     make_slots.cache_clear()
 
 
-def check_slots(store: str, dtype: str, num_random: int) -> None:
+def check_slots(store: str, dtype: str, num_random: int, axes=ALONE) -> None:
     """Compare slots and gradients of odd and random plans with their definition."""
-    layout = layer_layout(TOPOLOGY, store)
+    layout = layer_layout(TOPOLOGY, store, axes)
     for plan in plans_for(layout, num_random):
         master_params, placement, d_slots = slots_case(layout, plan)
         slots, grads = run_slots(layout, plan, dtype, master_params, placement, d_slots)
@@ -216,35 +221,42 @@ def defined_copies(row_p, owned_e, num_devices):
     ]
 
 
-def random_case(rng):
+def random_case(rng, num_nodes: int = 1):
     """Return random slots and owners of 8 experts on 4 devices with 3 slots each, and
     their layout."""
     row_p = rng.permutation(np.r_[np.arange(8), rng.integers(-1, 8, 4)])
     layout = Layout(8, 4, 3, 8, store="transient", offers_per_device=2,
-                    copies_per_device=3)  # fmt: skip
+                    copies_per_device=3, axes=MERGED, num_nodes=num_nodes)  # fmt: skip
+    layout = dataclasses.replace(layout, **layout.most_between_nodes)
     return row_p.astype(np.int32), rng.permutation(8).astype(np.int32), layout
 
 
 def follow_tables(tables: CopyTables, owned_e, layout: Layout) -> np.ndarray:
     """Return the expert in every slot, found by following the tables as a device
-    does."""
-    own_we = owned_e.reshape(layout.num_devices, -1)
-    offered = [
-        e_x[o] if o >= 0 else -1
-        for e_x, offer_o in zip(own_we, tables.offer_wo)
-        for o in offer_o
-    ]
+    does: what its node offers and takes from other nodes is within its reach."""
+
+    def at(values, index_x):
+        return [values[i] if i >= 0 else -1 for i in index_x]
+
+    own_we, nodes = owned_e.reshape(layout.num_devices, -1), layout.num_copy_nodes
+    offered = [at(*pair) for pair in zip(own_we, tables.offer_wo)]
+    near_m = np.array(offered).reshape(nodes, -1).tolist()
+    sent_mo = [at(*pair) for pair in zip(near_m, tables.node_offer_mo)]
+    sent = [expert for sent_o in sent_mo for expert in sent_o]
+    reach_m = [x + at(sent, want) for x, want in zip(near_m, tables.node_want_mc)]
     rows = []
-    for own_e, want_c, fill_s in zip(own_we, tables.want_wc, tables.fill_ws):
-        have = [*own_e, *(offered[c] if c >= 0 else -1 for c in want_c)]
-        rows += [have[i] if i >= 0 else -1 for i in fill_s]
+    for device, own_e in enumerate(own_we):
+        reach = reach_m[device * nodes // layout.num_devices]
+        have = [*own_e, *at(reach, tables.want_wc[device])]
+        rows += at(have, tables.fill_ws[device])
     return np.array(rows)
 
 
-def test_copy_tables_fill_every_slot_with_its_expert():
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_copy_tables_fill_every_slot_with_its_expert(num_nodes):
     rng = np.random.default_rng(1)
     for _ in range(50):
-        row_p, owned_e, layout = random_case(rng)
+        row_p, owned_e, layout = random_case(rng, num_nodes)
         copied_we = find_copies(row_p, owned_e, 4).tolist()
         assert copied_we == defined_copies(row_p, owned_e, 4)
         tables = copy_tables(row_p, owned_e, layout)
@@ -252,6 +264,8 @@ def test_copy_tables_fill_every_slot_with_its_expert():
         assert tables.offer_wo.shape == (4, 2)
         assert tables.want_wc.shape == (4, 3)
         assert np.array_equal(follow_tables(tables, owned_e, layout), row_p)
-        needs = ExpertPlan(row_p[None], 8, owned_e[None]).needs(4)
-        assert (tables.offer_wo >= 0).sum(axis=1).max(initial=0) == needs.offers
-        assert (tables.want_wc >= 0).sum(axis=1).max(initial=0) == needs.copies
+        needs = ExpertPlan(row_p[None], 8, owned_e[None]).needs(4, num_nodes)
+        of_devices = tables.offer_wo, tables.want_wc
+        of_nodes = tables.node_offer_mo, tables.node_want_mc
+        used = [(x >= 0).sum(axis=1).max(initial=0) for x in (*of_devices, *of_nodes)]
+        assert needs == tuple(used)

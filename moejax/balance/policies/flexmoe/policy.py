@@ -50,7 +50,7 @@ def plan(
     way from `current` ends uneven, a second search starts from home too.
     """
     max_offers, max_copies = limits = max_budgets(layout)
-    offers, copies = current.needs(layout.num_devices)
+    offers, copies = current.needs(layout.num_devices)[:2]
     if not current.is_logical or offers > max_offers or copies > max_copies:
         current = ExpertPlan.home_in(layout, len(load_lwe))
     sync_oc = sync_table(layout, cost, limits)

@@ -122,11 +122,12 @@ def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
 
 
 def improved(
-    slots: Slots, may_copy_e: np.ndarray, task: Drifting, enough: float = 1 + EVEN
+    slots: Slots, may_copy_we: np.ndarray, task: Drifting, enough: float = 1 + EVEN
 ) -> tuple[np.ndarray, float]:
     """Fill the free slots with copies, improve them by local search until the score is
-    at most `enough`, and return the slots [w, s] and their score."""
-    row_ws = fill(slots, may_copy_e, task)
+    at most `enough`, and return the slots [w, s] and their score. `may_copy_we` says
+    which experts each device may hold copies of."""
+    row_ws = fill(slots, may_copy_we, task)
     score, pool_kw = scored(row_ws, task)
     for _ in range(NUM_TRIALS):
         if score <= enough:
@@ -134,7 +135,7 @@ def improved(
         crowds = _crowds(row_ws, pool_kw, task)
         score = max(score, float(crowds.score_k.max()))
         current = Slots(row_ws, slots.is_free_ws)
-        trial_ws = _best_change(current, crowds, may_copy_e, task)
+        trial_ws = _best_change(current, crowds, may_copy_we, task)
         if trial_ws is None:
             break
         trial_score, dense_kw = scored(trial_ws, task)
@@ -146,7 +147,7 @@ def improved(
     return row_ws, score
 
 
-def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
+def fill(slots: Slots, may_copy_we: np.ndarray, task: Drifting) -> np.ndarray:
     """Return the slots [w, s] with copies in the free slots, as long as there is an
     expert with rows that fits into one."""
     row_ws = slots.row_ws.copy()
@@ -154,8 +155,8 @@ def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
     held_we = device_holds(row_ws.reshape(-1), len(has_load_e), len(row_ws))
     while True:
         room_w = ((row_ws == EMPTY) & slots.is_free_ws).sum(axis=1)
-        allowed_we = ~held_we & (room_w > 0)[:, None]
-        allowed_e = allowed_we.any(axis=0) & may_copy_e & has_load_e
+        allowed_we = ~held_we & (room_w > 0)[:, None] & may_copy_we
+        allowed_e = allowed_we.any(axis=0) & has_load_e
         if not allowed_e.any():
             return row_ws
         share_e = task.rows_x[:-1] / held_we.sum(axis=0)
@@ -211,7 +212,7 @@ def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
 
 
 def _best_change(
-    slots: Slots, crowds: Crowds, may_copy_e: np.ndarray, task: Drifting
+    slots: Slots, crowds: Crowds, may_copy_we: np.ndarray, task: Drifting
 ) -> np.ndarray | None:
     """Return the slots [w, s] after the change that lowers the pool's cost most, or
     None if no change lowers it.
@@ -226,7 +227,7 @@ def _best_change(
     is_in_p = crowds.is_in_kw[0][device_p]
     slot_p = np.flatnonzero(is_free_p & ~is_in_p)
     is_inside_x = (crowds.outside_xk[:, 0] == 0) & (task.rows_x > 0)
-    is_inside_x[:-1] &= may_copy_e
+    is_inside_x[:-1] &= may_copy_we.any(axis=0)
     new_x = _fullest(np.flatnonzero(is_inside_x), task.rows_x)
     copy_q = np.flatnonzero(is_free_p & is_in_p & is_inside_x[row_p])
     copy_q = copy_q[_fullest(np.arange(len(copy_q)), task.rows_x[row_p[copy_q]])]
@@ -234,9 +235,10 @@ def _best_change(
     from_m = np.concatenate([np.full(len(new_x), NOWHERE), device_p[copy_q]])
     gone_p, to_p = row_p[slot_p], device_p[slot_p]
 
-    held_wx = np.zeros((num_devices + 1, len(task.rows_x)), bool)
-    held_wx[:-1, :-1] = device_holds(row_p, len(may_copy_e), num_devices)
-    allowed_mp = ~held_wx[to_p][:, expert_m].T & ~held_wx[from_m][:, gone_p]
+    barred_wx = np.zeros((num_devices + 1, len(task.rows_x)), bool)
+    barred_wx[:-1, :-1] = device_holds(row_p, may_copy_we.shape[1], num_devices)
+    barred_wx[:-1, :-1] |= ~may_copy_we
+    allowed_mp = ~barred_wx[to_p][:, expert_m].T & ~barred_wx[from_m][:, gone_p]
     if not allowed_mp.any():
         return None
     cost_mp = _cost(_score_after(crowds, (expert_m, from_m), (gone_p, to_p), task))

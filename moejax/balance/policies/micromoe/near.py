@@ -14,7 +14,7 @@ from moejax.plan.expert_plan import EMPTY
 
 
 def with_near_copies(
-    slots: Slots, may_copy_e: np.ndarray, load_me: np.ndarray
+    slots: Slots, may_copy_we: np.ndarray, load_me: np.ndarray
 ) -> np.ndarray:
     """Return the slots [w, s] with copies in the free ones, each on the node where it
     keeps most rows from leaving, until none keeps any.
@@ -30,7 +30,7 @@ def with_near_copies(
     held_we = device_holds(row_ws.reshape(-1), e, num_devices)
     while True:
         room_w = ((row_ws == EMPTY) & slots.is_free_ws).any(axis=1)
-        may_hold_we = room_w[:, None] & ~held_we & may_copy_e
+        may_hold_we = room_w[:, None] & ~held_we & may_copy_we
         may_hold_me = may_hold_we.reshape(nodes, -1, e).any(axis=1)
         replicas_me = held_we.reshape(nodes, -1, e).sum(axis=1)
         kept_me = np.clip(load_me - replicas_me * mean, 0, mean) * may_hold_me

@@ -24,13 +24,18 @@ from moejax.balance.policies.micromoe.asymmetric import (
 )
 from moejax.balance.policies.micromoe.near import far_share, with_near_copies
 from moejax.perf.cost_model import CostModel
-from moejax.plan.expert_plan import EMPTY, ExpertPlan
+from moejax.plan.expert_plan import EMPTY, ExpertPlan, budgets
 from moejax.plan.layout import Layout
 
 CLEARLY = 0.01
 """Smallest difference of scores, in rows over the mean device's, or of the shares of
 rows that leave their node, by which a new plan must be better than the current one to
 replace it."""
+NODE_COPIES = 2
+"""Number of experts that each node sends to others, and takes from them, with which
+devices get even. On a recorded GPT whose three fullest of 32 experts have two thirds of
+the rows, device max/mean was 1.05 at most with two, 1.36 with one and 2.60 without, on
+two and four nodes of 16 devices (docs/decisions/0042)."""
 EVEN_ENOUGH = 1.01
 """Score at which no copy moves away from its tokens to even out devices."""
 
@@ -44,6 +49,12 @@ class Room(NamedTuple):
     """Largest number of its own experts that a device can give to others."""
     max_copies: int
     """Largest number of copies that a device can hold."""
+    num_nodes: int = 1
+    """Number of nodes between which copies travel apart (Layout.num_copy_nodes)."""
+    max_node_offers: int = 0
+    """Largest number of its experts that a node can give to others."""
+    max_node_copies: int = 0
+    """Largest number of experts that a node can take from others."""
 
 
 def plan(
@@ -53,10 +64,11 @@ def plan(
 
     A layer without any load gets a symmetric plan.
     """
-    budgets = (layout.experts_per_device, layout.slots_per_device)
+    limits = (layout.experts_per_device, layout.slots_per_device)
     if layout.has_copies:
-        budgets = (layout.offers_per_device, layout.copies_per_device)
-    room = Room(layout.num_devices, layout.slots_per_device, *budgets)
+        offers, copies, *of_nodes = budgets(layout)
+        limits = (offers, copies, layout.num_copy_nodes, *of_nodes)
+    room = Room(layout.num_devices, layout.slots_per_device, *limits)
     rows = []
     for load_we, current_p in zip(load_lwe, current.slot_to_expert_lp, strict=True):
         load_e = load_we.sum(axis=0)
@@ -72,11 +84,33 @@ def plan(
 
 
 def symmetric(num_experts: int, room: Room) -> np.ndarray:
-    """Return the slots [p] of a Cayley graph within the budgets.
+    """Return the slots [p] of a Cayley graph within the budgets; of one graph for each
+    node, if those of nodes are too small.
 
     Slots beyond the budgets stay empty.
     """
-    num_devices, slots_per_device, max_offers, max_copies = room
+    num_devices, slots_per_device, max_offers, max_copies, nodes = room[:5]
+    row_p = _graph(num_experts, num_devices, slots_per_device, max_offers, max_copies)
+    needs = ExpertPlan(row_p[None], num_experts).needs(num_devices, nodes)
+    if max(needs[2:]) == 0 or (
+        needs.node_offers <= room.max_node_offers
+        and needs.node_copies <= room.max_node_copies
+    ):
+        return row_p
+    sizes = num_experts // nodes, num_devices // nodes
+    row_p = _graph(*sizes, slots_per_device, max_offers, max_copies)
+    rows = [np.where(row_p == EMPTY, EMPTY, row_p + m * sizes[0]) for m in range(nodes)]
+    return np.concatenate(rows).astype(np.int32)
+
+
+def _graph(
+    num_experts: int,
+    num_devices: int,
+    slots_per_device: int,
+    max_offers: int,
+    max_copies: int,
+) -> np.ndarray:
+    """Return the slots [p] of a Cayley graph of devices within the budgets."""
     own = num_experts // num_devices
     copies = min(slots_per_device - own, max_copies, max_offers * (num_devices - 1))
     filled_p = graphs.symmetric(num_experts, num_devices, own + copies, max_offers)
@@ -106,8 +140,8 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
     """
     load_e, current_p = np.frombuffer(load_e), np.frombuffer(current_p, np.int32)
     current_ws = current_p.reshape(room.num_devices, -1)
-    may_copy_e = _offered(load_e, room)
-    slots = _with_free_slots(current_ws, may_copy_e, room)
+    may_copy_we = _may_copy(load_e, room)
+    slots = _with_free_slots(current_ws, may_copy_we, room)
     if slots is None:
         return _from_home(load_e, room)[0]
     has_copies = np.count_nonzero(current_p != EMPTY) > len(load_e)
@@ -115,7 +149,7 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
     if not has_copies and own_rows_w.max() <= (1 + EVEN) * own_rows_w.mean():
         return current_p
     task = drifting(load_e, room.num_devices)
-    row_ws, score = improved(slots, may_copy_e, task)
+    row_ws, score = improved(slots, may_copy_we, task)
     if has_copies and score > 1 + EVEN:
         fresh_p, fresh_score = _from_home(load_e, room)
         if fresh_score < score:
@@ -148,20 +182,20 @@ def _nearest(
     load_me = load_we.reshape(nodes, -1, load_we.shape[1]).sum(axis=1)
     even_p, current_p = (np.frombuffer(p, np.int32) for p in (even_p, current_p))
     load_e = load_me.sum(axis=0)
-    task, may_copy_e = drifting(load_e, room.num_devices), _offered(load_e, room)
+    task, may_copy_we = drifting(load_e, room.num_devices), _may_copy(load_e, room)
     shape = room.num_devices, -1
     enough = max(scored(even_p.reshape(shape), task)[0], EVEN_ENOUGH)
-    slots = _home_slots(may_copy_e, room)
-    near_ws = with_near_copies(slots, may_copy_e, load_me)
+    slots = _home_slots(may_copy_we, room)
+    near_ws = with_near_copies(slots, may_copy_we, load_me)
     slots = slots._replace(row_ws=near_ws)
-    near_ws, score = improved(slots, may_copy_e, task, enough)
+    near_ws, score = improved(slots, may_copy_we, task, enough)
     found = [near_ws.reshape(-1)] * (score <= enough) + [even_p]
     best_p, far = min(
         ((p, far_share(p, load_we, nodes)) for p in found),
         key=lambda pair: pair[1],
     )
     if (
-        _with_free_slots(current_p.reshape(shape), may_copy_e, room) is not None
+        _with_free_slots(current_p.reshape(shape), may_copy_we, room) is not None
         and scored(current_p.reshape(shape), task)[0] <= enough + CLEARLY
         and far_share(current_p, load_we, nodes) < far + CLEARLY
     ):
@@ -171,41 +205,57 @@ def _nearest(
 
 def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
     """Return the slots [p] found by a search from the home plan, and their score."""
-    may_copy_e = _offered(load_e, room)
-    slots = _home_slots(may_copy_e, room)
-    row_ws, score = improved(slots, may_copy_e, drifting(load_e, room.num_devices))
+    may_copy_we = _may_copy(load_e, room)
+    slots = _home_slots(may_copy_we, room)
+    row_ws, score = improved(slots, may_copy_we, drifting(load_e, room.num_devices))
     return row_ws.reshape(-1), score
 
 
-def _home_slots(may_copy_e: np.ndarray, room: Room) -> Slots:
+def _home_slots(may_copy_we: np.ndarray, room: Room) -> Slots:
     """Return the slots of the home plan."""
-    own_we = np.arange(len(may_copy_e), dtype=np.int32).reshape(room.num_devices, -1)
+    num_devices, num_experts = may_copy_we.shape
+    own_we = np.arange(num_experts, dtype=np.int32).reshape(num_devices, -1)
     missing = room.slots_per_device - own_we.shape[1]
     home_ws = np.pad(own_we, ((0, 0), (0, missing)), constant_values=EMPTY)
-    return _with_free_slots(home_ws, may_copy_e, room)
+    return _with_free_slots(home_ws, may_copy_we, room)
 
 
-def _offered(load_e: np.ndarray, room: Room) -> np.ndarray:
-    """Return whether each expert may have copies, bool [e].
+def _may_copy(load_e: np.ndarray, room: Room) -> np.ndarray:
+    """Return whether each device may hold a copy of each expert, bool [w, e].
 
-    The experts with the most rows of each owner may, up to its offers.
+    The experts with the most rows of each owner may have copies, up to its offers. On
+    other nodes those of them with the most rows may, up to the budgets of nodes.
     """
-    load_wj = load_e.reshape(room.num_devices, -1)
-    order_wj = np.argsort(-load_wj, axis=1, kind="stable")
-    is_offered_wj = np.zeros(load_wj.shape, bool)
-    np.put_along_axis(is_offered_wj, order_wj[:, : room.max_offers], True, axis=1)
-    return is_offered_wj.reshape(-1)
+    num_experts, nodes = len(load_e), room.num_nodes
+    offered_e = _fullest(load_e, room.num_devices, room.max_offers)
+    node_e = np.arange(num_experts) * nodes // num_experts
+    is_own_me = node_e == np.arange(nodes)[:, None]
+    sent_e = _fullest(np.where(offered_e, load_e, -1), nodes, room.max_node_offers)
+    taken_me = np.where(is_own_me | ~sent_e, -1, load_e).ravel()
+    taken_me = _fullest(taken_me, nodes, room.max_node_copies).reshape(nodes, -1)
+    may_copy_me = offered_e & (is_own_me | (taken_me & sent_e))
+    return may_copy_me.repeat(room.num_devices // nodes, axis=0)
+
+
+def _fullest(load_x: np.ndarray, num_groups: int, most: int) -> np.ndarray:
+    """Return whether each entry is one of the `most` largest of its group of
+    consecutive ones, bool [x]."""
+    load_gi = load_x.reshape(num_groups, -1)
+    order_gi = np.argsort(-load_gi, axis=1, kind="stable")
+    is_chosen_gi = np.zeros(load_gi.shape, bool)
+    np.put_along_axis(is_chosen_gi, order_gi[:, :most], True, axis=1)
+    return is_chosen_gi.reshape(-1)
 
 
 def _with_free_slots(
-    row_ws: np.ndarray, may_copy_e: np.ndarray, room: Room
+    row_ws: np.ndarray, may_copy_we: np.ndarray, room: Room
 ) -> Slots | None:
     """Return the slots, and which of them hold copies or may hold some.
 
     Return None if a device lacks an expert of its own, has an expert twice, or holds
     copies that the budgets forbid.
     """
-    own = len(may_copy_e) // room.num_devices
+    own = may_copy_we.shape[1] // room.num_devices
     is_empty_ws = row_ws == EMPTY
     is_own_ws = row_ws // own == np.arange(room.num_devices)[:, None]
     is_copy_ws = ~is_own_ws & ~is_empty_ws
@@ -215,7 +265,7 @@ def _with_free_slots(
     if (
         is_twice_ws.any()
         or (is_own_ws.sum(axis=1) < own).any()
-        or not may_copy_e[row_ws[is_copy_ws]].all()
+        or not may_copy_we[is_copy_ws.nonzero()[0], row_ws[is_copy_ws]].all()
         or num_copies_w1.max() > room.max_copies
     ):
         return None
