@@ -88,6 +88,14 @@ class Question:
     """Share of steps in which plans meet `stale_lwe` (moejax.balance.loads.stale)."""
     stale_lwe: np.ndarray | None = None
     """Load before the last jump; None where there was none."""
+    swapped: ExpertPlan | None = None
+    """Best known plan for the current layout, if that is not the current one: a
+    relayout must save more than the swap to it."""
+
+    @property
+    def best_plan(self) -> ExpertPlan:
+        """Best known plan for the current layout."""
+        return self.swapped or self.plan
 
     @property
     def max_ratio(self) -> float:
@@ -100,9 +108,10 @@ class Question:
         return sec_by_layer(self, self.plan, self.layout)
 
     @functools.cached_property
-    def expected_sec_l(self) -> np.ndarray:
-        """The same, where loads jump as they did."""
-        return expected_sec_by_layer(self, self.plan, self.layout)
+    def best_sec_l(self) -> np.ndarray:
+        """The same of the best known plan; where loads jump as they did, if methods are
+        open."""
+        return relayout_sec_by_layer(self, self.best_plan, self.layout)
 
     @functools.cached_property
     def planned(self) -> ExpertPlan:
@@ -232,6 +241,16 @@ def expected_sec_by_layer(
     return (1 - share) * sec_l + share * sec_by_layer(stale, plan, layout)
 
 
+def relayout_sec_by_layer(
+    question: Question, plan: ExpertPlan, layout: Layout
+) -> np.ndarray:
+    """Return the seconds of each layer in one step, float [l], by which a relayout is
+    judged: where methods are open, those expected over loads that jump."""
+    if question.methods:
+        return expected_sec_by_layer(question, plan, layout)
+    return sec_by_layer(question, plan, layout)
+
+
 def swap(question: Question) -> list[Candidate]:
     """Return the policy's plan for the current layout, in the layers where it pays: one
     candidate, or none."""
@@ -243,16 +262,18 @@ def swap(question: Question) -> list[Candidate]:
     return [] if merged == plan else [price(question, merged, layout)]
 
 
-def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
+def relayouts(question: Question) -> list[Candidate]:
     """Return the policy's plans for the neighbours of the current layout.
 
     Each of them is a candidate with the current rows per peer, and another one with
-    rows per peer that fit it. `swapped` is the best known plan for the current layout.
+    rows per peer that fit it.
     """
     if question.layout.exchange == "capacity":
         return []  # the layout decides which rows are dropped, and must not change
-    now = question.layout
-    pairs = [(question.plan, now), (swapped, now), *_other_ways(question, swapped)]
+    now, best_plan = question.layout, question.best_plan
+    if question.policy.needs_together:
+        best_plan = question.planned  # may pay in buffers that fit it
+    pairs = [(question.plan, now), (best_plan, now), *_other_ways(question, best_plan)]
     for roomy in _neighbours(question):
         base = question.plan.resized(roomy)
         new = _plan(question, roomy, question.cost, base)
@@ -373,6 +394,7 @@ def _at_layers(question: Question, layers: np.ndarray) -> Question:
         stale_lwe=None if stale_lwe is None else stale_lwe[layers],
         peak_l=question.peak_l[layers],
         plan=plan_at_layers(question.plan, layers),
+        swapped=question.swapped and plan_at_layers(question.swapped, layers),
         together_lee=None if together_lee is None else together_lee[layers],
     )
 
@@ -389,7 +411,7 @@ def method_changes(question: Question) -> dict[Method, tuple[ExpertPlan, Layout]
     found, name = {}, question.policy_name
     for method in question.methods:
         if method.is_in_use(name, question.layout):
-            found[method] = question.plan, question.layout
+            found[method] = question.best_plan, question.layout
             continue
         try:
             found[method] = _method_change(question, method)
@@ -612,15 +634,15 @@ def price(
     question: Question, plan: ExpertPlan, layout: Layout, policy: str | None = None
 ) -> Candidate:
     """Return a candidate: a plan and its layout, with the predicted gain and costs of
-    adopting them. `policy` is that of another method; None: the current one. Where
-    methods are open, what a relayout saves is expected over loads that jump."""
+    adopting them. `policy` is that of another method; None: the current one. A
+    relayout saves what it takes less than the best known plan for today's layout."""
     now, cost = question.layout, question.cost
     is_swap = layout == now
-    if is_swap or not question.methods:
+    if is_swap:
         now_sec_l, sec_l = question.sec_l, sec_by_layer(question, plan, layout)
     else:
-        now_sec_l = question.expected_sec_l
-        sec_l = expected_sec_by_layer(question, plan, layout)
+        now_sec_l = question.best_sec_l
+        sec_l = relayout_sec_by_layer(question, plan, layout)
     changed_l = _is_changed(question.plan, plan)
     return Candidate(
         plan,

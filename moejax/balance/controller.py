@@ -23,9 +23,10 @@ The balancer looks for a change in five cases:
 
 It makes a change that, by the cost model, saves more per step than the margin, and
 saves more than it costs: over horizon_steps, or the steps that are left after its
-adoption if these are fewer. Where both a swap and a relayout pay, the
-swap goes first, once, even if the relayout saves more. A relayout whose adoption lies
-beyond the run's last step is not considered.
+adoption if these are fewer. A relayout is compared with today's layout after the swap,
+if there is one: what the swap saves too is not the relayout's. Where both pay, the swap
+goes first, once. A relayout whose adoption lies beyond the run's last step is not
+considered.
 
 During the cool-down no swap follows a swap, no relayout follows any change, and nothing
 is asked after a decision that no change pays. Other methods, schedules and domains wait
@@ -84,8 +85,8 @@ class State(Adoptions):
     """Step of the last decision that no change pays; nothing is asked for a cool-down
     after it."""
     is_relayout_due: bool
-    """Whether the last decision preferred a swap to a relayout that saved more; the
-    next decision does not."""
+    """Whether the last decision was for a swap where a relayout pays too; the next one
+    prefers the relayout."""
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled or did not fit into memory."""
     clock: StepClock
@@ -205,24 +206,20 @@ def decide(
     if not may_swap and not (may_relayout and is_open):
         return state, None
     swaps = candidates.swap(question) if may_swap else []
-    proposals = list(swaps)
-    others = []
+    proposals, others = list(swaps), []
+    if swaps:
+        question = dataclasses.replace(question, swapped=swaps[0].plan)
     if may_relayout and others_are_open and state.tracker.is_settled:
         others = candidates.other_methods(question)
         num_others = state.num_others + 1
         state = dataclasses.replace(state, others_step=step, num_others=num_others)
-        if not looks:  # they are not priced again for a cool-down
+        if not looks:
             others += candidates.other_ways(question)
-            state = dataclasses.replace(state, last_keep_step=step)
     if may_relayout and not looks:
         if others or _is_misfit(state):
             proposals += candidates.refits(question) + others
     elif may_relayout and state.tracker.is_settled:
-        proposals += others
-        best_plan = swaps[0].plan if swaps else state.coming_plan
-        if question.policy.needs_together:
-            best_plan = question.planned  # may pay in buffers that fit it
-        proposals += candidates.relayouts(question, best_plan)
+        proposals += others + candidates.relayouts(question)
     proposals = [c for c in proposals if c.layout not in state.refused]
     accepted = [c for c in proposals if not candidates.objection(question, c)]
     if not accepted:
@@ -230,13 +227,13 @@ def decide(
             state = dataclasses.replace(state, last_keep_step=step)
         args = settings, state, question, proposals, step
         return state, _keep(*args) if is_active else None
-    best = max(accepted, key=question.net_sec)
-    chosen = best
-    if not state.is_relayout_due:
-        # A swap is in place within a few steps, and a relayout can follow it.
-        chosen = next((c for c in accepted if c in swaps), best)
-    decision = _change(settings, state, question, chosen, step)
-    state = dataclasses.replace(state, is_relayout_due=chosen is not best)
+    # What a relayout saves comes on top of the swap. This is in place within a few
+    # steps, and the relayout can follow it.
+    is_due = state.is_relayout_due
+    best = max(accepted, key=lambda c: ((c in swaps) != is_due, question.net_sec(c)))
+    is_due = best in swaps and len(accepted) > 1
+    decision = _change(settings, state, question, best, step)
+    state = dataclasses.replace(state, is_relayout_due=is_due)
     return pend(settings, state, decision), decision
 
 
@@ -284,6 +281,8 @@ def _judge_anew(
     args = settings, cost, state, load_lwe, waits.layout, step
     there = _question(*args, waits.plan, waits.policy)
     here = _question(settings, cost, state, load_lwe, state.layout, step)
+    swaps = candidates.swap(here)
+    here = dataclasses.replace(here, swapped=swaps[0].plan if swaps else None)
     plans = [waits.plan, *(candidate.plan for candidate in candidates.swap(there))]
     args = waits.layout, waits.policy
     priced = [candidates.price(here, plan, *args) for plan in plans]

@@ -41,8 +41,9 @@ class Method:
     """Layout in which a run of this method starts."""
 
     def __str__(self) -> str:
-        split = f" with split {self.layout.split}" * self.layout.makes_replicas
-        return f"{self.policy} in store {self.layout.store}{split}"
+        layout = self.layout
+        split = f" with split {layout.split}, copies: {layout.copies_per_device}"
+        return f"{self.policy} in store {layout.store}{split * layout.makes_replicas}"
 
     def is_in_use(self, policy: str, layout: Layout) -> bool:
         """Return whether a run with this policy and layout uses the method."""

@@ -32,6 +32,8 @@ def layer_rows(load_we: np.ndarray, row_p: np.ndarray, layout: Layout) -> np.nda
     load_ue, row_p = unit_loads(load_we, layout), unit_slots(row_p, layout)
     if split == "top_up":
         return _topped_up(load_ue, row_p, view)
+    if split == "dynamic":
+        return _dynamic(load_ue, row_p, dealing(view), view.offers_per_device)
     return rows_by_slot(load_ue, row_p, view.num_devices, split, dealing(view))
 
 
@@ -87,14 +89,14 @@ def rows_by_slot(
     them).
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
     too. `row_p` has a device's own experts, and as many empty slots as it may have
-    copies.
+    copies; it may offer all of its own.
     shadow: not here, for what it copies depends on the prices of a layout.
     """
     assert split != "shadow", "the step alone knows which experts are worth a shadow"
     if split in ("water_filling", "top_up"):
         return _water_filling(load_we, row_p, how)
     if split == "dynamic":
-        return _dynamic(load_we, row_p, how)
+        return _dynamic(load_we, row_p, how, load_we.shape[1] // num_devices)
     num_experts = load_we.shape[1]
     full_p = row_p >= 0
     expert_p = np.where(full_p, row_p, 0)
@@ -251,8 +253,11 @@ def _fill(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
     return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 
-def _dynamic(load_we: np.ndarray, row_p: np.ndarray, how: Dealing) -> np.ndarray:
-    """Return the rows from each source to each slot under split 'dynamic'."""
+def _dynamic(
+    load_we: np.ndarray, row_p: np.ndarray, how: Dealing, max_offers: int
+) -> np.ndarray:
+    """Return the rows from each source to each slot under split 'dynamic', where a
+    device offers `max_offers` experts at most."""
     num_devices, num_experts = load_we.shape
     slots, own = len(row_p) // num_devices, num_experts // num_devices
     owned_e = row_p[row_p >= 0]  # no copies: those of the layer are made for the load
@@ -264,7 +269,7 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray, how: Dealing) -> np.ndarray
         transport="padded" if num_devices > 1 else "local",
         store="transient",
         split="dynamic",
-        offers_per_device=own,
+        offers_per_device=max_offers,
         copies_per_device=slots - own,
     )
     replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)

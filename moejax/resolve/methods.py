@@ -59,7 +59,8 @@ def find_methods(
 
 def _candidates(cfg: Config) -> Iterator[Config]:
     """Yield the configuration with each policy but home, in each of the stores that the
-    run can have, and with home and the splits that make the replicas."""
+    run can have, and with home and the splits that make the replicas: 'dynamic' with
+    room for one copy a device too, whose travels cost least."""
     dispatch, balance = cfg.dispatch, cfg.balance
     pairs = [
         (name, {"store": store})
@@ -69,6 +70,10 @@ def _candidates(cfg: Config) -> Iterator[Config]:
     ]
     if dispatch.split is None:
         makers = [{"store": "transient", "split": x} for x in REPLICATING_SPLITS]
+        if dispatch.slots_per_device is None:
+            own = cfg.moe.num_experts // cfg.group_size
+            one_copy = {"split": "dynamic", "slots_per_device": own + 1}
+            makers.append(makers[0] | one_copy)
         pairs += [("home", fields) for fields in makers]
     for name, fields in pairs:
         if dispatch.store not in (None, fields["store"]):

@@ -15,6 +15,7 @@ from tests.support.balanced_run import (
     COST,
     EVEN,
     LAYOUT,
+    OWN,
     BalancedRun,
     E,
     L,
@@ -200,12 +201,17 @@ def random_run(seed, **changes):
 
 
 def relayout_run(**changes):
-    """Return a run whose expert of half of the rows is another one every 25 steps, and
-    a function that gives its loads. A relayout to four slots is decided at step 105 and
-    adopted at step 165."""
+    """Return a run with two hot experts of one owner, which is another one every 25
+    steps, and a function that gives its loads. Three slots a device level one hot
+    expert, and four level two: a relayout is decided at step 10 and adopted at 70."""
     values = {"relayout_lag_steps": 60, "cooldown_steps": 5, "max_slots_per_device": 4}
     run = BalancedRun.start(settings(**values | changes))
-    return run, lambda step: hot(step // 25 % E, 0.5)
+
+    def load_of_step(step: int) -> np.ndarray:
+        first = step // 25 * OWN % E
+        return (hot(first, 0.9) + hot(first + 1, 0.9)) // 2
+
+    return run, load_of_step
 
 
 @pytest.mark.parametrize(
@@ -247,21 +253,21 @@ def test_swaps_go_on_while_a_relayout_is_pending():
     The relayout gets a plan for the load that is forecast for its adoption, because its
     first one is outdated by then."""
     run, load_of_step = relayout_run()
-    run.go(range(165), load_of_step)
-    first, *swaps, again = [d for d in run.changes() if d.step >= 105]
-    assert (first.kind, first.step, first.adopt_step) == ("relayout", 105, 165)
+    run.go(range(70), load_of_step)
+    first, *swaps, again = run.changes()[1:]
+    assert (first.kind, first.step, first.adopt_step) == ("relayout", 10, 70)
     assert [d.kind for d in swaps] == ["swap"] * 4
     assert all(d.layout == first.layout_before for d in swaps)
-    assert all(d.device_max_over_mean_after < 1.2 for d in swaps)
-    assert all(f" in {165 - d.adopt_step} steps" in d.why for d in swaps)
-    assert (again.kind, again.step, again.adopt_step) == ("relayout", 162, 165)
+    assert all(d.device_max_over_mean_after < 1.7 for d in swaps)
+    assert all(f" in {70 - d.adopt_step} steps" in d.why for d in swaps)
+    assert (again.kind, again.step, again.adopt_step) == ("relayout", 67, 70)
     assert again.layout == first.layout
     assert again.digest_before == swaps[-1].plan.digest == run.state.plan.digest
-    run.go([165], load_of_step)
+    run.go([70], load_of_step)
     assert run.state.layout == first.layout
     assert run.state.plan == again.plan.validate(first.layout)
     outdated = dataclasses.replace(run.state, plan=first.plan)
-    load_lwe = load_of_step(165)
+    load_lwe = load_of_step(70)
     assert worst(run.state, load_lwe) < 1.25 < worst(outdated, load_lwe)
 
 
@@ -280,16 +286,24 @@ def test_no_swap_is_adopted_with_a_relayout_or_after_it_in_its_old_layout(every_
     assert len(set(due_steps)) == len(due_steps)
 
 
+def test_what_a_swap_saves_is_not_counted_for_a_relayout():
+    """One hot expert that jumps is nearly level with three slots, once the plan is new:
+    a fourth slot would save little, however uneven the old plan is."""
+    run, _ = relayout_run(margin=0.2)
+    run.go(range(200), lambda step: hot(step // 25 % E, 0.5))
+    assert {d.kind for d in run.changes()} == {"swap"}
+
+
 def test_a_relayout_that_no_longer_pays_is_given_up():
     """The plan in use stays, and the layout may be proposed again."""
     run, load_of_step = relayout_run()
-    run.go(range(162), load_of_step)
+    run.go(range(67), load_of_step)
     plan = run.state.plan
     assert run.state.relayout is not None
     run.settings = dataclasses.replace(run.settings, margin=0.9)
-    run.go(range(162, 170), load_of_step)
+    run.go(range(67, 70), load_of_step)
     given_up = run.decisions[-1]
-    assert (given_up.kind, given_up.step) == ("keep", 162)
+    assert (given_up.kind, given_up.step) == ("keep", 67)
     assert "relayout saves" in given_up.why
     assert (run.state.relayout, run.state.swaps, run.state.refused) == (None, (), ())
     assert (run.state.plan, run.state.layout) == (plan, LAYOUT)
@@ -300,7 +314,7 @@ def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
     other = adoptions.Adoptions(
         run.state.layout, run.state.plan, run.state.policy, (), None
     )
-    for step in range(170):
+    for step in range(75):
         if adoptions.is_due(other, step):
             other = adoptions.adopt(other)
         num_decisions = len(run.decisions)
@@ -330,7 +344,7 @@ def test_swaps_do_not_postpone_a_relayout_for_ever(monkeypatch):
         table_lp = np.roll(question.plan.slot_to_expert_lp, LAYOUT.slots_per_device, 1)
         return [candidate(ExpertPlan(table_lp, E), question.layout, 1.0)]
 
-    def relayouts(question, _):
+    def relayouts(question):
         layout = wide if question.layout == LAYOUT else LAYOUT
         return [candidate(question.plan.resized(layout), layout, 2.0)]
 
