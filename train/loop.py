@@ -434,6 +434,8 @@ def restore(
     if restored is None:
         return None, None
     say(f"resumed at step {restored.step}")
+    if line := identity.changed_rate(restored.meta, job.cfg, restored.step):
+        say(line)
     state = restored.state
     is_other = not identity.has_same_sharding(restored.meta, job.cfg)
     if state.tracked is not None and is_other:

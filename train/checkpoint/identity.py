@@ -1,17 +1,22 @@
 """Check that a run may continue from a checkpoint: same format, model and data."""
 
+import dataclasses
 import json
 from typing import Any
 
-from moejax.config import Config
+from moejax.config import Config, Optimizer
 from moejax.interop.fields import names_by_part
 from train import data
+from train.step.optimizer import learning_rate
 
 FORMAT = 4
 """Checkpoint format that this program writes, and the only one that it reads.
 
 Checkpoints of formats 1 to 3 have fields, state or layouts that this program no longer
 has. Those of format 1 do not name their format."""
+
+RATE_ERROR = 0.01
+"""Relative change of the learning rate, at a resumed step, that is worth a line."""
 
 FIXED_FIELDS = {
     **names_by_part(),
@@ -81,3 +86,19 @@ def check(
         )
     data.check_identity(saved["data"], data_identity)
     return changed
+
+
+def changed_rate(saved: dict[str, Any], cfg: Config, step: int) -> str:
+    """Return a line where the learning rate of the first step after `step` is another
+    one than the checkpoint's configuration had for it; '' where it is not."""
+    named = {field.name for field in dataclasses.fields(Optimizer)}
+    fields, num_steps = saved["config"]["optimizer"], saved["config"]["train"]
+    before = Optimizer(**{n: value for n, value in fields.items() if n in named})
+    both = (before, num_steps["num_steps"]), (cfg.optimizer, cfg.train.num_steps)
+    old, new = (float(learning_rate(*args)(step)) for args in both)
+    if abs(new - old) <= RATE_ERROR * old:
+        return ""
+    return (
+        f"the learning rate is {new:.3g} from here; in the configuration of the "
+        f"checkpoint it would be {old:.3g}"
+    )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from moejax.config import Config, Dispatch
+from moejax.config import Config, Dispatch, Optimizer, Train
 from moejax.plan.layout import Topology
 from train.checkpoint import identity
 from train.config.names import PARTS
@@ -102,3 +102,24 @@ def test_compression_is_neither_switched_on_nor_off():
         with pytest.raises(ValueError, match=r"dispatch\.compression"):
             identity.check(make_meta(there), here, {})
     assert identity.check(make_meta(weak), strong, {})
+
+
+def test_a_rate_that_changes_on_resume_is_told():
+    """A constant run ends in a decay where that begins, or behind it; a longer run of a
+    cosine does not go on where the shorter one would have."""
+
+    def trained(decay, num_steps=100):
+        optimizer = Optimizer(decay=decay, warmup_steps=5, decay_share=0.2)
+        return Config(optimizer=optimizer, train=Train(num_steps=num_steps))
+
+    def line(before, after, step):
+        saved = {"config": json.loads(json.dumps(before.to_dict()))}
+        return identity.changed_rate(saved, after, step)
+
+    constant, wsd, cosine = map(trained, ("constant", "wsd", "cosine"))
+    assert line(constant, wsd, 80) == line(cosine, cosine, 50) == ""
+    assert line(constant, wsd, 90).startswith(
+        "the learning rate is 0.000364 from here; in the configuration of the "
+        "checkpoint it would be 0.001"
+    )
+    assert line(cosine, trained("cosine", 200), 100)
