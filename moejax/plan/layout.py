@@ -371,8 +371,8 @@ class Layout:
     @property
     def deals_evenly(self) -> bool:
         """Whether a split that may choose looks at the fullest pair of devices: rows
-        travel in whole buffers, which those that stay do not fill."""
-        return self.keeps_home_rows and self.transport == "padded"
+        travel in whole buffers, so that keeping more of them at home saves nothing."""
+        return self.transport == "padded"
 
     @property
     def sends_rows(self) -> bool:

@@ -82,7 +82,7 @@ def test_with_room_rows_stay_at_home():
     device_p = np.arange(len(CASES[0][0])) // 5
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
-        quota_wp = run_deal(counts_we, row_p, rows_p, ROOM)
+        quota_wp = run_deal(counts_we, row_p, rows_p, ROOM, transport="ragged")
         here_p = counts_we[device_p, np.maximum(row_p, 0)]
         stays_p = quota_wp[device_p, np.arange(len(row_p))]
         assert np.array_equal(stays_p, np.minimum(here_p, rows_p))
