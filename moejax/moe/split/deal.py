@@ -89,16 +89,33 @@ def _deal(
     # once, and columns element by element.
     is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
     left_ew = counts_we.T.at[expert_q, device_q].add(-local_q)
-    left_q = rows_q - local_q
     dealt_qw = jnp.where(is_here_qw, local_q[:, None], 0)
-    for nodes in (layout.num_nodes, 1) if layout.deals_near else (1,):
-        near = _Nodes.of(expert_q, device_q, layout.num_devices, nodes)
+    args = left_ew, rows_q - local_q, expert_q, device_q
+    nodes = (layout.num_nodes, 1) if layout.deals_near else (1,)
+    return dealt_qw + _divided(*args, nodes)
+
+
+def share_out(
+    counts_ie: Int[Array, "i e"], rows_q: Int[Array, " q"], expert_q: Int[Array, " q"]
+) -> Int[Array, "i q"]:
+    """Return the number of rows that each source of one device sends to each slot, when
+    the device's rows for each slot are given: about as many from each."""
+    no_device_q = jnp.zeros_like(expert_q)
+    return _divided(counts_ie.T, rows_q, expert_q, no_device_q, (1,)).T
+
+
+def _divided(left_ew, left_q, expert_q, device_q, levels) -> Int[Array, "q w"]:
+    """Return the rows of each slot from each source, which no source keeps, within the
+    nodes of each level first: steps 2 and 3."""
+    divided_qw = jnp.zeros((len(left_q), left_ew.shape[1]), jnp.int32)
+    for nodes in levels:
+        near = _Nodes.of(expert_q, device_q, left_ew.shape[1], nodes)
         for step in (_shares, _overlap):
             step_qw = step(left_ew, left_q, near)
             left_ew = left_ew.at[expert_q].add(-step_qw)
-            left_q -= jnp.sum(step_qw, axis=1, dtype=jnp.int32)
-            dealt_qw += step_qw
-    return dealt_qw
+            left_q = left_q - jnp.sum(step_qw, axis=1, dtype=jnp.int32)
+            divided_qw += step_qw
+    return divided_qw
 
 
 def find_active(placement: Placement, layout: Layout):

@@ -17,13 +17,14 @@ Placement). The quotas of an expert's replicas sum to the source's count.
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.moe.split import dynamic, shadow
 from moejax.moe.split import top_up as topping
 from moejax.moe.split import water_filling as water
-from moejax.moe.split.deal import Division, deal
+from moejax.moe.split.deal import Division, deal, share_out
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
 from moejax.plan.water_filling import TOLERANCE_BITS
@@ -37,8 +38,8 @@ def divide(
 ) -> Division:
     """Divide the rows of a layer's sources by the split that the layout names.
 
-    If a device has several sources (Layout.num_sources), the split sees them as one.
-    The device's rows for each slot are then taken from its sources in order.
+    If a device has several sources (Layout.num_sources), the split sees them as one,
+    and the device's rows for each slot are then divided among them.
     """
     split, w = SPLITS[layout.split], layout.num_devices
     if layout.split == "even" or len(counts_ue) == w:
@@ -51,16 +52,8 @@ def divide(
     quota_wq, bound, placement = split(counts_we, placement, layout)
 
     expert_q = jnp.maximum(placement.expert_lq, 0)
-    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
-    before_wq = jnp.cumsum(quota_wq, axis=1, dtype=jnp.int32) - quota_wq
-    begin_w1q = (before_wq - before_wq[:, first_q])[:, None]
-    end_w1q = begin_w1q + quota_wq[:, None]
-    end_wie = jnp.cumsum(counts_wie, axis=1, dtype=jnp.int32)
-    end_wiq, begin_wiq = (
-        edge_wie[:, :, expert_q] for edge_wie in (end_wie, end_wie - counts_wie)
-    )
-    quota_wiq = jnp.minimum(end_wiq, end_w1q) - jnp.maximum(begin_wiq, begin_w1q)
-    quota_uq = jnp.maximum(quota_wiq, 0).reshape(-1, len(expert_q))
+    quota_wiq = jax.vmap(share_out, (0, 0, None))(counts_wie, quota_wq, expert_q)
+    quota_uq = quota_wiq.reshape(-1, len(expert_q))
     return Division(quota_uq, bound, placement)
 
 

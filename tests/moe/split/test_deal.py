@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.moe.split.deal import deal
+from moejax.moe.split.deal import deal, share_out
 from moejax.moe.types import Placement
 from moejax.perf import traffic
 from moejax.plan.expert_plan import ExpertPlan
@@ -90,7 +90,8 @@ def test_with_room_rows_stay_at_home():
 
 def test_with_whole_buffers_the_fullest_pair_decides_whether_rows_stay():
     """The fullest pair is no fuller than where rows stay first; in some cases they do,
-    and in some they must not. The host's model of the split has the same one."""
+    and in some they must not. The host's model of the split has the same one, and a
+    tensor axis changes nothing."""
     w, differ = len(CASES[0][1]), []
 
     def away(rows_wp):
@@ -111,7 +112,33 @@ def test_with_whole_buffers_the_fullest_pair_decides_whether_rows_stay():
             how = traffic.Dealing((w,), is_even)
             model_wp = traffic.dealt(counts_we.astype(float), rows_p, row_p, how)
             assert abs(away(model_wp) - away(dealt_wp)) < 1e-3 * away(dealt_wp) + 5
+        tensor_wp = run_deal(*args[:3], ROOM - 2, split="water_filling")
+        assert away(tensor_wp) == away(padded_wp)
     assert 0 < sum(differ) < len(differ)
+
+
+def test_the_sources_of_a_device_send_alike():
+    """Where a device has several sources, each sends its part of an expert's rows to
+    each slot, up to the bits that are cut. Both sums are exact."""
+    num_sources, rows_per_slot = 3, jax.jit(share_out)
+    for seed, (row_p, counts_we) in enumerate(CASES):
+        rng, order_q = np.random.default_rng(seed), np.argsort(row_p, kind="stable")
+        expert_q = np.maximum(row_p[order_q], 0).astype(np.int32)
+        rows_q = np.where(row_p[order_q] < 0, 0, rng.integers(0, 10**6, len(row_p)))
+        load_e = np.bincount(expert_q, rows_q, counts_we.shape[1]).astype(np.int64)
+        cuts_ce = np.sort(rng.integers(0, load_e + 1, (num_sources - 1, E)), axis=0)
+        ends_ie = np.concatenate([0 * load_e[None], cuts_ce, load_e[None]])
+        counts_ie = np.diff(ends_ie, axis=0).astype(np.int32)
+        sent_iq = np.asarray(
+            rows_per_slot(counts_ie, rows_q.astype(np.int32), expert_q)
+        )
+        assert sent_iq.min() >= 0
+        assert np.array_equal(sent_iq.sum(axis=0), rows_q)
+        for expert in range(E):
+            from_i = sent_iq[:, expert_q == expert].sum(axis=1)
+            assert np.array_equal(from_i, counts_ie[:, expert])
+        part_iq = counts_ie[:, expert_q] / np.maximum(load_e[expert_q], 1) * rows_q
+        assert np.abs(sent_iq - part_iq).max() < 1e-3 * load_e.max() + num_sources
 
 
 def test_rows_stay_on_their_node():
