@@ -57,18 +57,16 @@ def is_last_call(settings: Settings, state: Adoptions, step: int) -> bool:
     )
 
 
-def pend[S: Adoptions](settings: Settings, state: S, decision: Decision | None) -> S:
+def pend[S: Adoptions](state: S, decision: Decision | None) -> S:
     """Return the state in which a decision waits for its adoption. None changes
-    nothing, and a decision to keep gives up a relayout at its last call."""
+    nothing, and a decision to keep may give up the pending relayout."""
     if decision is None:
         return state
     if decision.kind == "swap":
         return dataclasses.replace(state, swaps=(*state.swaps, decision))
     if decision.kind == "relayout":
         return dataclasses.replace(state, relayout=decision)
-    if is_last_call(settings, state, decision.step):
-        return dataclasses.replace(state, relayout=None)
-    return state
+    return dataclasses.replace(state, relayout=None) if decision.gives_up else state
 
 
 def next_adoption(state: Adoptions) -> Decision | None:

@@ -7,7 +7,7 @@ compiled meanwhile; with policy 'auto' as many steps as a compilation takes. Sev
 swaps may wait at once where there is no cool-down; each is planned from the one before.
 While a relayout waits, swaps go on in the layout that is in use, if they pay before its
 adoption. The load has changed by then, so the relayout is judged anew lag_steps before
-its adoption: it gets another plan, or is given up.
+its adoption, and where the links have changed: it gets another plan, or is given up.
 
 The balancer looks for a change in five cases:
 
@@ -191,8 +191,10 @@ def decide(
         return state, None
     ahead_steps = step + settings.lag_steps - state.tracker.step
     load_lwe = loads.forecast(state.tracker, ahead_steps)
+    was = state.clock.slowdown
     state, cost = _with_seen_links(settings, cost, state, load_lwe)
-    if is_last_call(settings, state, step):
+    has_changed = state.clock.slowdown != was
+    if is_last_call(settings, state, step) or (state.relayout and has_changed):
         return _judge_anew(settings, cost, state, load_lwe, step)
     question = _question(settings, cost, state, load_lwe, state.layout, step)
     is_active = question.ratio > settings.act_above or (
@@ -234,7 +236,7 @@ def decide(
     is_due = best in swaps and len(accepted) > 1
     decision = _change(settings, state, question, best, step)
     state = dataclasses.replace(state, is_relayout_due=is_due)
-    return pend(settings, state, decision), decision
+    return pend(state, decision), decision
 
 
 def _sees_links(settings: Settings, cost: CostModel | None) -> bool:
@@ -275,7 +277,7 @@ def _judge_anew(
     layout, or is given up because it no longer pays; and that decision, None if it
     stays as it is.
 
-    Its compilation counts no more: it is over, or nearly so.
+    Its compilation counts no more: it is under way, over, or nearly so.
     """
     waits = state.relayout
     args = settings, cost, state, load_lwe, waits.layout, step
@@ -291,12 +293,13 @@ def _judge_anew(
     if candidates.objection(here, best):
         state = dataclasses.replace(state, last_keep_step=step)
         decision = _keep(settings, state, here, [best], step)
+        decision = dataclasses.replace(decision, gives_up=True)
     elif best.plan == waits.plan:
         return state, None
     else:
         decision = _change(settings, state, here, best, step)
         decision = dataclasses.replace(decision, adopt_step=waits.adopt_step)
-    return pend(settings, state, decision), decision
+    return pend(state, decision), decision
 
 
 def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool]:

@@ -54,6 +54,8 @@ class Decision:
     """Digest of the plan before the change."""
     layout_before: Layout
     """Layout before the change."""
+    gives_up: bool = False
+    """Whether the pending relayout is given up."""
 
     def __str__(self) -> str:
         return self.line()

@@ -320,7 +320,7 @@ def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
         num_decisions = len(run.decisions)
         run.go([step], load_of_step)
         for decision in run.decisions[num_decisions:]:
-            other = adoptions.pend(run.settings, other, decision)
+            other = adoptions.pend(other, decision)
         assert other == Adoptions(
             *(getattr(run.state, f.name) for f in dataclasses.fields(Adoptions))
         )

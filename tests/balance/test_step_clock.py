@@ -111,6 +111,19 @@ def test_nothing_changes_where_nothing_can(changes):
     assert state.layout.domain is None
 
 
+def test_a_pending_relayout_is_given_up_when_its_link_recovers():
+    """It is judged anew as soon as the run sees another speed, not at its last call."""
+    settings = dataclasses.replace(SETTINGS, relayout_lag_steps=100)
+    state, _ = go(start(), range(30), 1.0, settings)
+    state, _ = go(state, range(30, 50), 10.0, settings)
+    assert state.relayout.layout.domain == SHARED.domain
+    state, decisions = go(state, range(50, 70), 1.0, settings)
+    (given_up,) = [d for d in decisions if d.gives_up]
+    assert given_up.kind == "keep"
+    assert given_up.step <= 50 + step_clock.RECENT_STEPS + SETTINGS.every_steps
+    assert (state.relayout, state.layout) == (None, PLAIN)
+
+
 def test_a_hot_expert_is_no_slow_link():
     """Steps take longer, as the cost model says for their loads."""
     state, _ = go(start(), range(20), 1.0)

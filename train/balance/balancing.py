@@ -274,7 +274,7 @@ class Balancing:
             record["modelled_saving_msec"] = 1e3 * reply.saving_sec
         if (decision := reply.decision) is None:
             return
-        self._now = adoptions.pend(self._settings, self._now, decision)
+        self._now = adoptions.pend(self._now, decision)
         calibration = self._job.model.run.calibration
         self.say(decision.line(None if calibration.is_measured else calibration.when))
         self._decided[step] = decision.record()
