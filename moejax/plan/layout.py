@@ -461,19 +461,25 @@ class Layout:
 
         Its budgets are those that any members can meet. A domain holds the copies of
         all its members. It offers what one of them may, unless each may offer all of
-        its experts: all offers could be experts of the same member.
+        its experts: all offers could be experts of the same member. Where a domain is a
+        node, the budgets of nodes are its own.
         """
         if self.domain is None:
             return self
         size, offers = self.domain_size, self.offers_per_device
+        copies, num_peers = self.copies_per_device * size, self.num_devices // size
         if offers == self.experts_per_device:
             offers *= size
+        is_in_node = self.domain.shared[0] == 1 and not self.copies_after_gather
+        if is_in_node and 1 < self.num_copy_nodes == num_peers:
+            offers = min(offers, self.offers_per_node)
+            copies = min(copies, self.copies_per_node)
         return dataclasses.replace(
             self,
-            num_devices=self.num_devices // size,
+            num_devices=num_peers,
             slots_per_device=self.slots_per_device * size,
             offers_per_device=offers,
-            copies_per_device=self.copies_per_device * size,
+            copies_per_device=copies,
             num_nodes=max(self.num_nodes // self.domain.shared[0], 1),
             domain=None,
         )

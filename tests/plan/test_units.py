@@ -30,7 +30,7 @@ def make_layout(shared, store, split="even") -> Layout:
     """Return a layout of 2 x 4 devices with this domain, and room for any plan."""
     layout = Layout(
         E, 8, E // 8 if store == "owned" else SLOTS, 64, store=store, split=split,
-        axes=("dc", "expert"), domain=Domain(SIZES, shared),
+        axes=("dc", "expert"), domain=Domain(SIZES, shared), num_nodes=2,
     )  # fmt: skip
     return roomy(layout)
 
@@ -113,6 +113,28 @@ def test_every_policy_plans_for_every_domain(name, store, shared):
         assert after < max(1.1, 1 + 0.7 * (before - 1))
 
 
+@pytest.mark.parametrize("shared", DOMAINS)
+def test_plans_keep_to_the_budgets_of_nodes(shared):
+    """The two experts that a data centre may send to the other are enough for each
+    load, where units lie in data centres: no layer keeps the plan of another load.
+    Domains that span both have copies inside them, or any budget."""
+    rng = np.random.default_rng(5)
+    layout = make_layout(shared, "resident", "water_filling")
+    layout = dataclasses.replace(
+        layout, slots_per_device=5, offers_per_device=4, copies_per_device=1
+    )
+    policy = POLICIES["micromoe"]
+    layout = dataclasses.replace(layout, **policy.between_nodes(layout))
+    budgets = layout.offers_per_node, layout.copies_per_node
+    assert budgets == {(2, 1): (0, 0), (2, 2): (4, 4)}.get(shared, (2, 2))
+    plan = ExpertPlan.home_in(layout, 1)
+    for _ in range(6):
+        load_1we = rng.poisson(4000 / (1 + rng.permutation(E)), (1, 8, E)) + 0.0
+        plan = make_valid_plan("micromoe", policy, load_1we, layout, NOTES, plan)
+        rows = layer_rows(load_1we[0], plan.slot_to_expert_lp[0], layout)
+        assert max_over_mean(device_rows(rows)) < 1.02
+
+
 @pytest.mark.parametrize("shared", DOMAINS[1:])
 def test_a_plan_of_devices_is_a_start_for_domains(shared):
     """A relayout to a domain begins with the plan that runs, in which devices of one
@@ -166,7 +188,7 @@ def test_budgets_of_a_unit_are_those_that_any_members_can_meet():
 def test_copies_cross_no_slow_axis_that_domains_span(shared, is_late):
     """Domains that span both data centres and one device each get copies after the
     gather: tables are those of 4 domains, which find every copy at its owner."""
-    layout = make_layout(shared, "resident")
+    layout = dataclasses.replace(make_layout(shared, "resident"), num_nodes=1)
     assert layout.copies_after_gather == is_late
     rng = np.random.default_rng(5)
     plan = random_plan(rng, layout, 1)

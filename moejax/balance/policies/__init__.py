@@ -73,7 +73,8 @@ class Policy:
         """Return the budgets of nodes for copies in a layout, by name: of all that its
         budgets of devices allow those that the policy needs."""
         most = layout.most_between_nodes
-        if self.node_copies is None or layout.deals_near:
+        spans_nodes = layout.domain is not None and layout.domain.shared[0] > 1
+        if self.node_copies is None or layout.deals_near or spans_nodes:
             return most
         return {name: min(self.node_copies, limit) for name, limit in most.items()}
 
