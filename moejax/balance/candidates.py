@@ -284,14 +284,19 @@ def relayouts(question: Question) -> list[Candidate]:
 
 
 def refits(question: Question) -> list[Candidate]:
-    """Return the current plan with rows per peer that fit the observed pairs: one
-    candidate, or none."""
+    """Return the current plan with rows per peer that fit the observed pairs, and where
+    these need more rows the policy's plan, with rows per peer that fit it.
+
+    However even the load is, that may send fewer rows: where a data centre is one
+    domain, those for an expert of which both have copies stay.
+    """
     if question.layout.exchange == "capacity":
         return []
-    layout = fitted(question, question.plan, question.layout)
-    if layout == question.layout:
-        return []
-    return [price(question, question.plan, layout)]
+    now, plan = question.layout, question.plan
+    pairs = [(plan, fitted(question, plan, now))]
+    if pairs[0][1].rows_per_peer > now.rows_per_peer:
+        pairs.append((question.planned, fitted(question, question.planned, now)))
+    return [price(question, plan, layout) for plan, layout in pairs if layout != now]
 
 
 def other_ways(question: Question) -> list[Candidate]:

@@ -225,7 +225,7 @@ def decide(
     proposals = [c for c in proposals if c.layout not in state.refused]
     accepted = [c for c in proposals if not candidates.objection(question, c)]
     if not accepted:
-        if looks and state.tracker.is_settled:
+        if (looks or proposals) and state.tracker.is_settled:
             state = dataclasses.replace(state, last_keep_step=step)
         args = settings, state, question, proposals, step
         return state, _keep(*args) if is_active else None

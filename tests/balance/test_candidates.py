@@ -11,6 +11,7 @@ from moejax.balance.policies import POLICIES, Policy
 from moejax.perf.traffic import pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
+from moejax.plan.parallel import Domain
 from tests.support.balanced_run import (
     COST,
     EVEN,
@@ -209,6 +210,31 @@ def test_padded_exchanges_are_priced_by_the_observed_pairs():
     assert more > 0
     assert np.isclose(sec_l[1] - sec_l[0], more)
     assert candidates.fitted(ask, plan, layout).rows_per_peer == 400
+
+
+def test_rows_that_overflow_bring_a_plan_that_sends_fewer():
+    """Two data centres are a domain each, and nearly even: nothing is above act_above.
+    Each has copies of cold experts of the other, so that all of its tokens with the
+    other's hot expert cross; with a copy of that one they stay."""
+    policy, w, e = POLICIES["micromoe"], 8, 16
+    layout = Layout(
+        e, w, 3, 400, store="resident", split="water_filling", offers_per_device=1,
+        copies_per_device=1, offers_per_node=1, copies_per_node=1, num_nodes=2,
+        axes=("dc", "expert"), domain=Domain((2, 4), (1, 4)),
+    )  # fmt: skip
+    cold = ExpertPlan.home_in(layout, 1).slot_to_expert_lp.copy()
+    cold[0, [2, 14]] = 9, 1
+    plan = ExpertPlan(cold, e).validate(layout)
+    share_e = np.full(e, 0.1 / (e - 2))
+    share_e[[0, 8]] = 0.48, 0.42
+    ask = candidates.Question(
+        np.tile(1000 * share_e, (1, w, 1)), np.ones(1), True, 1.06, plan, layout, COST,
+        policy, 0.0, 500, 500, 3,
+    )  # fmt: skip
+    same, other = candidates.refits(ask)
+    assert (same.plan, same.layout.rows_per_peer) == (plan, 528)
+    assert other.layout.rows_per_peer < 120
+    assert other.gain_sec > same.gain_sec
 
 
 def layout_for(policy, slots_per_device):
