@@ -308,7 +308,7 @@ class CostModel:
         per_node = view.num_devices // nodes
         owners = self.groups(layout)["owners"]
         several = [(axis, n) for axis, n in owners.items() if n > 1]
-        if len(several) == 1:  # the mesh is not known
+        if len(several) == 1:  # the rest is a domain, or the mesh is not known
             several = list(zip(layout.axes, (nodes, per_node)))
         sizes = dict(several[:1]), dict(several[1:])
         num_experts = (
