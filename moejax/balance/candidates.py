@@ -278,7 +278,7 @@ def relayouts(question: Question) -> list[Candidate]:
         base = question.plan.resized(roomy)
         new = _plan(question, roomy, question.cost, base)
         plan = _merge_where_cheaper(question, base, new, roomy, 0.0)
-        pairs.append((plan, _with_slack(plan, roomy)))
+        pairs.append((plan, _with_slack(plan, roomy, question.policy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
     return [price(question, plan, layout) for plan, layout in pairs if layout != now]
 
@@ -581,7 +581,7 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
     return dataclasses.replace(roomy, **question.policy.between_nodes(roomy))
 
 
-def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
+def _with_slack(plan: ExpertPlan, roomy: Layout, policy: Policy) -> Layout:
     """Return the layout with budgets for this plan and a few more copies, so that later
     swaps have room."""
     if roomy.store not in ("transient", "resident"):
@@ -593,10 +593,7 @@ def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
         offers_per_device=max(snug.offers_per_device, min(2, own)),
         copies_per_device=max(snug.copies_per_device, min(slots - own + 1, slots)),
     )
-    between = {n: min(2, most) for n, most in slack.most_between_nodes.items()}
-    return dataclasses.replace(
-        slack, **{name: max(getattr(snug, name), few) for name, few in between.items()}
-    )
+    return dataclasses.replace(slack, **policy.between_nodes(slack))
 
 
 def _merge_where_cheaper(

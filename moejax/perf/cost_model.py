@@ -662,13 +662,7 @@ def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     if not layout.has_copies or layout.makes_replicas:
         return layout
     needs = plan.needs(layout.num_devices, layout.num_copy_nodes)
-    return dataclasses.replace(
-        layout,
-        offers_per_device=needs.offers,
-        copies_per_device=needs.copies,
-        offers_per_node=needs.node_offers,
-        copies_per_node=needs.node_copies,
-    )
+    return dataclasses.replace(layout, **needs._asdict())
 
 
 def _later_rounds(left: float, layout: Layout) -> tuple[int, int]:

@@ -28,30 +28,23 @@ EMPTY = -1
 
 
 class Needs(NamedTuple):
-    """Budgets that a plan needs from a Layout: the maximum over devices and layers."""
+    """Budgets for copies that a plan needs, by the names that they have in a Layout:
+    maxima over devices or nodes, and layers."""
 
-    offers: int
-    """Value for `Layout.offers_per_device`."""
-    copies: int
-    """Value for `Layout.copies_per_device`."""
-    node_offers: int
-    """Value for `Layout.offers_per_node`; 0 where copies travel in one level."""
-    node_copies: int
-    """Value for `Layout.copies_per_node`; 0 where copies travel in one level."""
+    offers_per_device: int
+    copies_per_device: int
+    offers_per_node: int
+    """0 where copies travel in one level, as the next one."""
+    copies_per_node: int
+
+    @classmethod
+    def budgets(cls, layout: Layout) -> "Needs":
+        """Return the budgets that a layout has."""
+        return cls(*(getattr(layout, name) for name in cls._fields))
 
     def fit(self, layout: Layout) -> bool:
         """Return whether the budgets of a layout are large enough."""
-        return all(need <= budget for need, budget in zip(self, budgets(layout)))
-
-
-def budgets(layout: Layout) -> Needs:
-    """Return the budgets of a layout for copies."""
-    return Needs(
-        layout.offers_per_device,
-        layout.copies_per_device,
-        layout.offers_per_node,
-        layout.copies_per_node,
-    )
+        return all(need <= most for need, most in zip(self, Needs.budgets(layout)))
 
 
 @shown_by("plan")
@@ -193,15 +186,13 @@ class ExpertPlan:
                 )
         else:
             needs = self.needs(layout.num_devices, layout.num_copy_nodes)
-            pairs = {"device": needs[:2], "node": needs[2:]}
-            room = {"device": budgets(layout)[:2], "node": budgets(layout)[2:]}
-            for of, (offers, copies) in pairs.items():
-                if offers > room[of][0] or copies > room[of][1]:
-                    raise ValueError(
-                        f"the plan needs offers_per_{of}={offers} and copies_per_{of}="
-                        f"{copies}, and the layout has {room[of][0]} and {room[of][1]}:"
-                        " compile a layout with larger budgets, or plan fewer copies"
-                    )
+            if not needs.fit(layout):
+                fields = ", ".join(f"{n}={x}" for n, x in needs._asdict().items())
+                raise ValueError(
+                    f"the plan needs {fields}, and the layout has "
+                    f"{', '.join(map(str, Needs.budgets(layout)))}: compile a layout "
+                    "with larger budgets, or plan fewer copies"
+                )
 
     def needs(self, num_devices: int, num_nodes: int = 1) -> Needs:
         """Return the budgets for copies that this plan needs with the store 'transient'

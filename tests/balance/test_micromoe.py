@@ -83,7 +83,7 @@ def test_budgets_are_used_and_not_exceeded(offers, copies):
     layout = make_layout(8, offers, copies)
     for load_e in (zipf(1, 1.0), np.zeros(E)):
         plan = make_plan(load_e, layout)
-        assert plan.needs(W).offers <= offers
+        assert plan.needs(W).offers_per_device <= offers
         for device, row_s in enumerate(plan.slot_to_expert_lp.reshape(W, 8)):
             held = row_s[row_s != EMPTY].tolist()
             assert set(range(4 * device, 4 * device + 4)) <= set(held)

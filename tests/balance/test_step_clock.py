@@ -112,7 +112,8 @@ def test_nothing_changes_where_nothing_can(changes):
 
 
 def test_a_pending_relayout_is_given_up_when_its_link_recovers():
-    """It is judged anew as soon as the run sees another speed, not at its last call."""
+    """A pending relayout is judged anew as soon as the run sees another speed, not at
+    its last call."""
     settings = dataclasses.replace(SETTINGS, relayout_lag_steps=100)
     state, _ = go(start(), range(30), 1.0, settings)
     state, _ = go(state, range(30, 50), 10.0, settings)

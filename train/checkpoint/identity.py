@@ -92,9 +92,9 @@ def changed_rate(saved: dict[str, Any], cfg: Config, step: int) -> str:
     """Return a line where the learning rate of the first step after `step` is another
     one than the checkpoint's configuration had for it; '' where it is not."""
     named = {field.name for field in dataclasses.fields(Optimizer)}
-    fields, num_steps = saved["config"]["optimizer"], saved["config"]["train"]
+    fields, train = saved["config"]["optimizer"], saved["config"]["train"]
     before = Optimizer(**{n: value for n, value in fields.items() if n in named})
-    both = (before, num_steps["num_steps"]), (cfg.optimizer, cfg.train.num_steps)
+    both = (before, train["num_steps"]), (cfg.optimizer, cfg.train.num_steps)
     old, new = (float(learning_rate(*args)(step)) for args in both)
     if abs(new - old) <= RATE_ERROR * old:
         return ""

@@ -57,8 +57,8 @@ class Policy:
     """Whether the policy plans by the experts that tokens choose together, which the
     step then counts."""
     node_copies: int | None = None
-    """Number of experts that a node sends to others, and takes from them, which its
-    plans need where rows are not kept on their nodes; None: any number."""
+    """Largest number of experts that a node sends to others, or takes from them, in its
+    plans, where rows are not kept on their nodes; None: it does not look at nodes."""
     max_ratio: float = 1.0
     """Device max/mean up to which its plans may be less even than the current one."""
     options: tuple[str, ...] = ()
@@ -70,8 +70,8 @@ class Policy:
         return self.prefetch and store in ("transient", "sharded")
 
     def between_nodes(self, layout: Layout) -> dict[str, int]:
-        """Return the budgets of nodes for copies in a layout, by name: of all that its
-        budgets of devices allow those that the policy needs."""
+        """Return the budgets of nodes for copies in a layout, by name: those that any
+        plan within its budgets of devices may need, or the policy's plans."""
         most = layout.most_between_nodes
         spans_nodes = layout.domain is not None and layout.domain.shared[0] > 1
         if self.node_copies is None or layout.deals_near or spans_nodes:
@@ -143,38 +143,14 @@ def make_valid_plan(
     between them.
     """
     units, of_units = layout.exchanged, cost.between_units(layout)
-    now = unit_plan(current, layout)
-    args = unit_loads(load_lwe, layout), units, of_units, now
+    args = unit_loads(load_lwe, layout), units, of_units, unit_plan(current, layout)
     if policy.needs_together and together_lee is not None:
         order_e = unit_order(layout)
         args += (together_lee[:, order_e][:, :, order_e],)
-    made = policy.plan(*args)
-    if units.num_copy_nodes > 1 and isinstance(made, ExpertPlan):
-        made = _within_nodes(made, units, now)
-    made = check_plan(name, made, units)
+    made = check_plan(name, policy.plan(*args), units)
     if units is layout:
         return made
     return check_plan(name, device_plan(made, layout, current), layout)
-
-
-def _within_nodes(made: ExpertPlan, layout: Layout, current: ExpertPlan) -> ExpertPlan:
-    """Return the plan with the slots of `current` in each layer in which nodes would
-    send or take more copies than the layout has budgets for; those of home, where
-    `current` would too. Policies that know of nodes stay within the budgets."""
-    plans = made, current, ExpertPlan.home_in(layout, made.num_layers)
-    rows, nodes = [], layout.num_copy_nodes
-    for layer in range(made.num_layers):
-        for plan in plans:
-            row_p, owned_e = plan.slot_to_expert_lp[layer], plan.owned_le[layer]
-            one = ExpertPlan(row_p[None], plan.num_experts, owned_e[None])
-            needs = one.needs(layout.num_devices, nodes)
-            if needs.node_offers <= layout.offers_per_node and (
-                needs.node_copies <= layout.copies_per_node
-            ):
-                break
-        rows.append((row_p, owned_e))
-    table_lp, owned_le = (np.stack(part) for part in zip(*rows))
-    return ExpertPlan(table_lp, made.num_experts, owned_le)
 
 
 def check_plan(

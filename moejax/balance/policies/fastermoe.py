@@ -65,20 +65,12 @@ def next_expert(
 
     Ties go to the lowest index.
     """
-    own, nodes = layout.experts_per_device, layout.num_copy_nodes
+    own = layout.experts_per_device
     owned = range(int(rows_w.argmax()) * own, (int(rows_w.argmax()) + 1) * own)
     max_shadows = min(layout.slots_per_device - own, layout.copies_per_device)
     num_offers = sum(expert in owned for expert in shadows)
     rest = [expert for expert in owned if expert not in shadows]
     is_full = len(shadows) >= max_shadows or num_offers >= layout.offers_per_device
-    if nodes > 1:  # a shadow goes to all other nodes
-        of_nodes = [expert * nodes // layout.num_experts for expert in shadows]
-        here = owned[0] * nodes // layout.num_experts
-        others = (
-            len(shadows) + 1 - of_nodes.count(m) for m in {*range(nodes)} - {here}
-        )
-        is_full |= of_nodes.count(here) >= layout.offers_per_node
-        is_full |= max(others) > layout.copies_per_node
     if not rest or is_full:
         return None
     return max(rest, key=lambda expert: (load_e[expert], -expert))

@@ -24,7 +24,7 @@ from moejax.balance.policies.micromoe.asymmetric import (
 )
 from moejax.balance.policies.micromoe.near import far_share, with_near_copies
 from moejax.perf.cost_model import CostModel
-from moejax.plan.expert_plan import EMPTY, ExpertPlan, budgets
+from moejax.plan.expert_plan import EMPTY, ExpertPlan, Needs
 from moejax.plan.layout import Layout
 
 CLEARLY = 0.01
@@ -66,7 +66,7 @@ def plan(
     """
     limits = (layout.experts_per_device, layout.slots_per_device)
     if layout.has_copies:
-        offers, copies, *of_nodes = budgets(layout)
+        offers, copies, *of_nodes = Needs.budgets(layout)
         limits = (offers, copies, layout.num_copy_nodes, *of_nodes)
     room = Room(layout.num_devices, layout.slots_per_device, *limits)
     rows = []
@@ -89,28 +89,21 @@ def symmetric(num_experts: int, room: Room) -> np.ndarray:
 
     Slots beyond the budgets stay empty.
     """
-    num_devices, slots_per_device, max_offers, max_copies, nodes = room[:5]
-    row_p = _graph(num_experts, num_devices, slots_per_device, max_offers, max_copies)
-    needs = ExpertPlan(row_p[None], num_experts).needs(num_devices, nodes)
-    if max(needs[2:]) == 0 or (
-        needs.node_offers <= room.max_node_offers
-        and needs.node_copies <= room.max_node_copies
-    ):
+    nodes, row_p = room.num_nodes, _graph(num_experts, room)
+    offers, copies = ExpertPlan(row_p[None], num_experts).needs(
+        room.num_devices, nodes
+    )[2:]
+    if offers <= room.max_node_offers and copies <= room.max_node_copies:
         return row_p
-    sizes = num_experts // nodes, num_devices // nodes
-    row_p = _graph(*sizes, slots_per_device, max_offers, max_copies)
-    rows = [np.where(row_p == EMPTY, EMPTY, row_p + m * sizes[0]) for m in range(nodes)]
+    own = num_experts // nodes
+    row_p = _graph(own, room._replace(num_devices=room.num_devices // nodes))
+    rows = [np.where(row_p == EMPTY, EMPTY, row_p + m * own) for m in range(nodes)]
     return np.concatenate(rows).astype(np.int32)
 
 
-def _graph(
-    num_experts: int,
-    num_devices: int,
-    slots_per_device: int,
-    max_offers: int,
-    max_copies: int,
-) -> np.ndarray:
-    """Return the slots [p] of a Cayley graph of devices within the budgets."""
+def _graph(num_experts: int, room: Room) -> np.ndarray:
+    """Return the slots [p] of a Cayley graph within the budgets of devices."""
+    num_devices, slots_per_device, max_offers, max_copies = room[:4]
     own = num_experts // num_devices
     copies = min(slots_per_device - own, max_copies, max_offers * (num_devices - 1))
     filled_p = graphs.symmetric(num_experts, num_devices, own + copies, max_offers)
